@@ -53,8 +53,13 @@ def bootstrap(
         ),
     ] = None,
     archive: Annotated[
-        Path | None,
-        typer.Option(help="Also keep the newest state, in this folder, so that the run outlives its peers."),
+        str | None,
+        typer.Option(
+            metavar="DIR|URL",
+            help="Also keep the newest state, in this folder or at s3://... and the like, so that the run outlives "
+            "its peers.",
+            show_default=False,
+        ),
     ] = None,
     serve: Annotated[
         bool,

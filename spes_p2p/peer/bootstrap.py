@@ -33,6 +33,7 @@ from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join
 from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
+from spes_p2p.peer.remote_archive import RemoteArchive, RemoteFolder
 from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_own_start, make_start, start_folder, start_from, start_from_own
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
@@ -48,8 +49,10 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
+from spes_p2p.sync.organising.renewer import RENEWALS
 from spes_p2p.sync.organising.seat import Duty, Seat
 from spes_p2p.sync.passes import PASSES_FILE, Doorkeeper
+from spes_p2p.sync.starting import zeros
 from spes_p2p.sync.web_sources import SourceKeeper
 
 Say = Callable[[str], None]
@@ -61,11 +64,11 @@ LEAVE_SECONDS = 8.0
 class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
-    `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder, or ORG/NAME of
-    the hub, whose values the run starts from (None: made from its seed). `model`: a model of one's own that the run
-    trains. `serve`: take part, without training, as the public peer of the others. `mirror`: the run to mirror, in the
-    place of a config; `max_data_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`:
-    where Prometheus may ask at `metrics_host` (None: nowhere).
+    `archive`: where to keep the newest state too, a folder or a URL that fsspec opens (None: nowhere). `init_from`: a
+    Hugging Face folder, or ORG/NAME of the hub, whose values the run starts from (None: made from its seed). `model`: a
+    model of one's own that the run trains. `serve`: take part, without training, as the public peer of the others.
+    `mirror`: the run to mirror, in the place of a config; `max_data_disk`: bytes of its data that are copied, where
+    `data` names no copy. `metrics_port`: where Prometheus may ask at `metrics_host` (None: nowhere).
     """
 
     network: NetworkOptions
@@ -73,7 +76,7 @@ class BootstrapOptions:
     config_path: Path | None = None
     data: str | None = None
     overrides: tuple[str, ...] = ()
-    archive: Path | None = None
+    archive: str | None = None
     init_from: Path | None = None
     model: Model | None = None
     serve: bool = False
@@ -117,10 +120,10 @@ def _check(options: BootstrapOptions) -> None:
         )
     if options.serve and options.config_path is None and options.mirror is None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
-    if options.serve and options.archive is not None:
+    if options.serve and _archive_folder(options) is not None:
         raise ConfigError(
             "--serve already keeps the newest state in --output; --archive would keep it twice",
-            fix="leave --archive out",
+            fix="leave --archive out, or give it a URL",
         )
 
 
@@ -224,12 +227,19 @@ async def _organise(
         store = StateStore(folder / "state", layout)
         stack.callback(store.close)
         chain = Chain(folder / "chain")
+        remote = _remote_archive(options, run, node, network)
+        if remote is not None:
+            await remote.restore_chain(chain, folder / RENEWALS)
+        if store.latest() is None and config.run.initial_state and chain.length and options.init_from is None:
+            await asyncio.to_thread(store.create_initial, zeros)
         if mirror is not None and config.run.initial_state and store.latest() is None:
             await mirror.fetch_initial(store)
         await _make_initial(store, layout, config, options, say)
-        if options.archive is not None:
-            store = open_archive(options.archive, info, store)
+        if (archive := _archive_folder(options)) is not None:
+            store = open_archive(archive, info, store)
             stack.callback(store.close)
+        if remote is not None:
+            await remote.restore_state(store, chain)
         trouble = asyncio.get_running_loop().create_future()
         serve_data = None
         if data is not None:
@@ -269,6 +279,8 @@ async def _organise(
         if network.signer.peer_id == info.organiser and config.swarm.electors == "vouched":
             keeper_of_passes = Doorkeeper(info, node.checker.check, node.sealer, folder / PASSES_FILE)
             chores.append(_admit(keeper_of_passes, announcer, watch))
+        if remote is not None:
+            chores.append(remote.keep(lambda: seat.kept, chain, store, folder / RENEWALS))
         if mirror is not None:
             chores += [mirror.await_genesis(organiser, store), mirror.copy_data(announcer)]
             if data is not None:
@@ -276,6 +288,23 @@ async def _organise(
                     keeper.look_on(network.transport, lambda: tuple(announcer.known), lambda: run.stall_seconds)
                 )
         await _first_failure(trouble, *chores)
+
+
+def _archive_folder(options: BootstrapOptions) -> Path | None:
+    """Where states are kept on this disk; what is copied to a URL comes from there, or from a node that serves."""
+    if options.archive is None or "://" not in options.archive:
+        return Path(options.archive) if options.archive is not None else None
+    return None if options.serve else options.folder / "archive"
+
+
+def _remote_archive(options: BootstrapOptions, run: Run, node: Node, network: HivemindNetwork) -> RemoteArchive | None:
+    if options.archive is None or "://" not in options.archive:
+        return None
+    up, down = network.transport.traffic.upload, network.transport.traffic.download
+    return RemoteArchive(
+        RemoteFolder(options.archive), run, node.checker.check, node.say,
+        partial(up.take, urgent=False), partial(down.take, urgent=False),
+    )  # fmt: skip
 
 
 def _duty(options: BootstrapOptions) -> Duty:

@@ -100,7 +100,7 @@ class DataSupply:
             return
         self._web = mirrors_of(
             self._web_sources, self._feed.grid, self._options.web_data, self._run.config.data.urls, self.traffic,
-            transport.download, self._notice,
+            transport.traffic.download, self._notice,
         )  # fmt: skip
         fetcher = PieceFetcher(
             transport, self._feed.grid, DataHolders(self._run.info.organiser, self._holders, self._web), self._tell,

@@ -23,11 +23,10 @@ from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
 from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
 from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler
-from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedHandler, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
-from spes_p2p.swarm.streams import fetch_stream
+from spes_p2p.swarm.streams import Traffic, fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
@@ -119,9 +118,9 @@ class HivemindTransport:
         self._following = self._background.spawn(self.own_addresses.follow(p2p, self._daemon_ended))
 
     @property
-    def download(self) -> Pacer:
-        """This peer's own limit, for what comes over other ways too."""
-        return self._traffic.download
+    def traffic(self) -> Traffic:
+        """This peer's own limits, for what goes other ways too."""
+        return self._traffic
 
     def is_member(self, peer: PeerId) -> bool:
         """Whether the handler that serves requests knows `peer` as a member of its run."""

@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_CLASSES, LINK_PRIVATE, Member
 from spes_p2p.consensus.messages import (
     Commit,
     Status,
 )
-from spes_p2p.consensus.rules import renewed_manifest
+from spes_p2p.consensus.rules import check_child, renewed_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import storing, write_whole
@@ -30,6 +31,8 @@ from spes_p2p.wire import pack, unpack
 
 MOST_ROUNDS_LOST = 10
 """Where the newest state is lost the run may go on from an archived one, but not from one that is older than this."""
+RENEWALS = "renewals"
+"""Folder of the run with what was signed here, by the hash of the parent."""
 TRIES = 3
 """A peer that failed this often to provide what it announced is no longer waited for."""
 
@@ -163,9 +166,9 @@ class Renewer:
 
     def _renew(self, driver: Driver, tip: Manifest, root: Hash, chosen: list[Status]) -> None:
         """Signs a renewal and saves it before anybody sees it: there must never be two on the same parent."""
-        path = self._files.folder / "renewals" / manifest_hash(tip).hex()
+        path = self._files.folder / RENEWALS / manifest_hash(tip).hex()
         if path.exists():
-            commit = _kept_renewal(path)
+            commit = self._kept_renewal(path, tip)
         else:
             if self._seat.duty is Duty.SERVER:
                 chosen = [*chosen, driver.core.status()]
@@ -180,16 +183,18 @@ class Renewer:
         names = ", ".join(short(member.peer) for member in commit.manifest.members)
         self._node.say(f"the run continues with new members: {names}")
 
-
-def _kept_renewal(path: Path) -> Commit:
-    """Raises StateError where it is damaged: another one must not be signed on the same parent."""
-    try:
-        return unpack(Commit, path.read_bytes())
-    except RemoteProtocolError as error:
-        raise StateError(
-            f"{path}, which names the new members, is damaged: {error}",
-            fix="restore it from a backup; remove it only if no peer has ever received it",
-        ) from error
+    def _kept_renewal(self, path: Path, tip: Manifest) -> Commit:
+        """Raises StateError where it is not what was signed: another one must not be signed on the same parent."""
+        try:
+            commit = unpack(Commit, path.read_bytes())
+            check_child(self._run.rules, tip, commit.manifest)
+            check_certificate(tip, commit.manifest, commit.certificate, self._node.checker.check, self._run.rules.seals)
+        except RemoteProtocolError as error:
+            raise StateError(
+                f"{path}, which names the new members, is damaged: {error}",
+                fix="restore it from a backup; remove it only if no peer has ever received it",
+            ) from error
+        return commit
 
 
 def members_of(statuses: Sequence[Status]) -> list[Member]:

@@ -1,0 +1,389 @@
+"""The archive of a run on somebody else's storage: S3 and the like, at any URL that fsspec opens.
+
+    run.yaml          the run's config, for `bootstrap --config`
+    commits/HASH      every commit from genesis on, by the hash of its manifest
+    tiles/HASH        values of the state
+    states/HASH       for a manifest: the hashes of all manifests up to it, then those of the tiles of its state
+    newest            the manifest whose state is whole here
+    renewals/HASH     what the organiser signed where nobody was left (see `sync/organising/renewer`)
+
+Nothing is ever changed but `newest`, which is written when all that it stands for is there; only then goes what no
+longer belongs to it. So a broken upload goes on where it was, and at every moment one whole state is there. Nothing is
+believed on the way back: commits are checked from genesis on, tiles by their hashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import Commit
+from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError, StateError, first_line
+from spes_p2p.files import write_whole
+from spes_p2p.ids import Hash
+from spes_p2p.state.hashes import hash_tile, split_hashes
+from spes_p2p.state.layout import VALUE_BYTES
+from spes_p2p.state.staging import Staging
+from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import Version
+from spes_p2p.sync.chain import Chain, check_links
+from spes_p2p.sync.node import Run
+from spes_p2p.sync.organising.renewer import RENEWALS
+from spes_p2p.wire import pack, unpack
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+Pace = Callable[[int], Awaitable[None]]
+LOOK_SECONDS = 5.0
+RETRY_SECONDS = 60.0
+AT_ONCE = 8
+"""Requests that are under way together: most of each is spent waiting."""
+NEWEST = "newest"
+CHECK_FIX = "check the URL, the network, and the keys in the environment"
+
+
+class RemoteFolder:
+    """Files at a URL. Blocking: for threads. Raises NetworkError for whatever the storage refuses."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError for a URL that nothing here can open."""
+        self.url = url.rstrip("/")
+        try:
+            self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"--archive {url} cannot be opened: {first_line(error)}",
+                fix="install what it needs (scripts/venv.sh s3 for s3://...), or correct the URL",
+            ) from error
+        self._root = str(root).rstrip("/")
+        self._there: dict[str, int] | None = None
+        """The files that are there, with their sizes in bytes; None until they were listed."""
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of a file, None where there is none."""
+        try:
+            return self._asking(lambda: bytes(self._files.cat_file(self._path(name))))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Puts a file there, in the place of one that is there."""
+        path = self._path(name)
+        try:
+            self._asking(lambda: self._files.pipe_file(path, data))
+        except FileNotFoundError:  # storage that has real folders
+            self._asking(lambda: self._files.makedirs(path.rpartition("/")[0], exist_ok=True))
+            self._asking(lambda: self._files.pipe_file(path, data))
+        if self._there is not None:
+            self._there[name] = len(data)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with suppress(FileNotFoundError):
+            self._asking(lambda: self._files.rm_file(self._path(name)))
+        if self._there is not None:
+            self._there.pop(name, None)
+
+    def sizes(self) -> dict[str, int]:
+        """All files that are there, by name, with their sizes in bytes. Listed once, and followed since."""
+        if self._there is None:
+            found: dict[str, dict[str, Any]] = {}
+            with suppress(FileNotFoundError):
+                found = self._asking(lambda: self._files.find(self._root, detail=True))
+            self._there = {path.removeprefix(f"{self._root}/"): int(about["size"]) for path, about in found.items()}
+        return self._there
+
+    def forget(self) -> None:
+        """Lists again the next time: somebody else writes here, too."""
+        self._there = None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _asking(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each kind of storage has errors of its own
+            raise NetworkError(f"{self.url} refused: {first_line(error)}", fix=CHECK_FIX) from error
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A state that is whole there. `line`: the manifests from genesis up to its own; `tiles`: by tile id."""
+
+    line: tuple[Hash, ...]
+    tiles: tuple[Hash, ...]
+
+    @property
+    def head(self) -> Hash:
+        return self.line[-1]
+
+    @property
+    def round(self) -> int:
+        return len(self.line) - 1
+
+
+class RemoteArchive:
+    """What one node keeps at a URL: `restore_chain` and `restore_state` at its start, then `keep`."""
+
+    def __init__(
+        self, folder: RemoteFolder, run: Run, check: CheckSignature, say: Say, upload: Pace, download: Pace
+    ) -> None:
+        """`upload` and `download` wait until so many bytes may be moved."""
+        self._folder, self._run, self._check, self._say = folder, run, check, say
+        self._upload, self._download = upload, download
+        self._pointer: bytes | None = None
+        """What `newest` says, as far as this node knows."""
+        self._kept: _Kept | None = None
+        self._line: list[Hash] = []
+        """The manifests of our chain, as far as they were looked at."""
+        self._has_looked = False
+        self._said = ""
+
+    # ---------------------------------------------------------------- back
+
+    async def restore_chain(self, chain: Chain, renewals: Path) -> None:
+        """Takes over the commits that are only there, and what was signed where nobody was left.
+
+        Without the storage a node with a chain goes on; one without would begin the run a second time, and raises
+        NetworkError. Raises PermanentError where another run is kept there, RemoteProtocolError for forged commits.
+        """
+        try:
+            await self._look()
+        except NetworkError as error:
+            if chain.length == 0:
+                raise
+            self._say_once(f"the archive cannot be read yet: {error}")
+            return
+        kept = self._kept
+        if kept is None:
+            return
+        known = min(chain.length, len(kept.line))
+        if known and manifest_hash(chain.commit(known - 1).manifest) != kept.line[known - 1]:
+            self._say(f"{self._folder.url} has another history of this run, which is left alone until it is replaced")
+            return
+        for names in _parts(kept.line[chain.length :], 8 * AT_ONCE):
+            commits = await _each([self._commit(name) for name in names])
+            await asyncio.to_thread(self._append, chain, commits)
+        if known < len(kept.line):
+            self._say(f"took over the certificates up to round {kept.round} from {self._folder.url}")
+        await self._restore_renewals(renewals)
+
+    async def restore_state(self, store: StateStore, chain: Chain) -> None:
+        """Puts the state that is there into `store`, where it is newer and of our chain. Raises StorageFull.
+
+        Tries for as long as the storage cannot be read; what is damaged there is said, and the node goes on without.
+        """
+        kept, latest = self._kept, store.latest()
+        if kept is None or not chain.has(kept.head, kept.round) or (latest and latest.round >= kept.round):
+            return
+        size = store.layout.num_values * VALUE_BYTES
+        self._say(f"fetching the state of round {kept.round} from {self._folder.url} ({size / 1e9:.1f} GB)")
+        staging = store.stage(kept.round, None)
+        try:
+            await self._fill(store, staging, kept)
+            await asyncio.to_thread(staging.finish)
+            if staging.finished is None or staging.finished.root != chain.commit(kept.round).manifest.state_root:
+                raise StateError(f"the state of round {kept.round} is not the one that was committed")
+        except StateError as error:
+            store.unstage(kept.round)
+            self._say(f"the archive at {self._folder.url} is damaged: {error}")
+            return
+        staging.publish()
+
+    async def _fill(self, store: StateStore, staging: Staging, kept: _Kept) -> None:
+        wanted = dict(enumerate(kept.tiles))
+        await asyncio.to_thread(lambda: [staging.write_state(*tile) for tile in store.recall(wanted)])
+        while missing := [at for at in wanted if not staging.has(at)]:
+            try:
+                for some in _parts(missing, AT_ONCE):
+                    await _each([self._fetch(staging, tile_id, wanted[tile_id]) for tile_id in some])
+            except NetworkError as error:
+                self._say_once(f"the archive cannot be read yet: {error}")
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _fetch(self, staging: Staging, tile_id: int, name: Hash) -> None:
+        data = await asyncio.to_thread(self._folder.read, _tile(name))
+        if data is None or hash_tile(data) != name:
+            raise StateError(f"{_tile(name)} is {'missing' if data is None else 'not what its name says'}")
+        await asyncio.to_thread(staging.write_state, tile_id, data, name)
+        await self._download(len(data))
+
+    async def _commit(self, name: Hash) -> Commit:
+        data = await asyncio.to_thread(self._folder.read, _commit(name))
+        if data is None:
+            raise NetworkError(f"{self._folder.url} has no {_commit(name)}", fix=CHECK_FIX)
+        return unpack(Commit, data)
+
+    def _append(self, chain: Chain, commits: tuple[Commit, ...]) -> None:
+        check_links(commits, chain.newest, self._run.info, self._run.rules, self._check)
+        for commit in commits:
+            chain.append(commit)
+
+    async def _restore_renewals(self, folder: Path) -> None:
+        for name in (name for name in await asyncio.to_thread(self._folder.sizes) if name.startswith(f"{RENEWALS}/")):
+            path = folder / name.rpartition("/")[2]
+            data = await asyncio.to_thread(self._folder.read, name)
+            if data is not None and not path.exists():
+                folder.mkdir(exist_ok=True)
+                write_whole(path, data)
+
+    # ---------------------------------------------------------------- there
+
+    async def keep(self, kept: Callable[[], Manifest | None], chain: Chain, store: StateStore, renewals: Path) -> None:
+        """Copies each newest state there, one after the other, for ever. `kept`: the newest that is whole here."""
+        while True:
+            try:
+                await self._look()
+                await self._put_renewals(renewals)
+                newest = kept()
+                if newest is not None and newest.round > 0 and chain.commit_of(newest) is not None:
+                    await self._put(newest, chain, store.version(newest.round))
+                pause = LOOK_SECONDS
+            except (NetworkError, StateError) as error:  # a state that was left meanwhile, too: the next is tried
+                self._say_once(f"the archive is not up to date: {error}")
+                pause = RETRY_SECONDS if isinstance(error, NetworkError) else LOOK_SECONDS
+            await asyncio.sleep(pause)
+
+    async def _put(self, manifest: Manifest, chain: Chain, version: Version) -> None:
+        line = await asyncio.to_thread(self._line_to, manifest, chain)
+        if self._kept is not None and line[-1] in self._kept.line:
+            return  # as new as ours, or newer
+        tiles = {name: tile_id for tile_id, name in enumerate(version.tile_hashes)}
+        there = await asyncio.to_thread(self._folder.sizes)  # storage that is no object store may keep part of a file
+        missing = [name for name in tiles if there.get(_tile(name)) != len(version.tile(tiles[name]))]
+        for some in _parts(missing, AT_ONCE):
+            await _each([self._put_tile(version, tiles[name], name) for name in some])
+        absent = [(at, name) for at, name in enumerate(line) if _commit(name) not in there]
+        for some_commits in _parts(absent, AT_ONCE):
+            await _each([asyncio.to_thread(self._put_commit, chain, at, name) for at, name in some_commits])
+        await asyncio.to_thread(self._folder.write, "run.yaml", self._run.info.config.encode())
+        kept = _Kept(line, version.tile_hashes)
+        await asyncio.to_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
+        await self._refuse_others()
+        await asyncio.to_thread(self._folder.write, NEWEST, kept.head.hex().encode())
+        self._pointer, self._kept, self._said = kept.head.hex().encode(), kept, ""
+        self._say(f"the state of round {kept.round} is at {self._folder.url}")
+        await self._tidy(kept)
+
+    async def _tidy(self, kept: _Kept) -> None:
+        """Removes what does not belong to the state that is whole now. Commits stay: they are small."""
+        wanted = {_state(kept.head), *map(_tile, kept.tiles)}
+        old = [
+            name
+            for name in await asyncio.to_thread(self._folder.sizes)
+            if name.startswith(("tiles/", "states/")) and name not in wanted
+        ]
+        for some in _parts(old, 8 * AT_ONCE):
+            await self._refuse_others()
+            await _each([asyncio.to_thread(self._folder.remove, name) for name in some])
+
+    async def _refuse_others(self) -> None:
+        """Raises NetworkError where `newest` is not what this node knows of it: somebody else writes there, too."""
+        if await asyncio.to_thread(self._folder.read, NEWEST) != self._pointer:
+            self._has_looked = False
+            self._folder.forget()
+            raise NetworkError(f"another node writes to {self._folder.url}", fix="give each node a URL of its own")
+
+    async def _put_renewals(self, folder: Path) -> None:
+        there = await asyncio.to_thread(self._folder.sizes)
+        for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+            if (name := f"{RENEWALS}/{path.name}") not in there:
+                await asyncio.to_thread(self._folder.write, name, path.read_bytes())
+
+    async def _put_tile(self, version: Version, tile_id: int, name: Hash) -> None:
+        data = await asyncio.to_thread(lambda: bytes(version.sound_tile(tile_id)))
+        await self._upload(len(data))
+        await asyncio.to_thread(self._folder.write, _tile(name), data)
+
+    def _put_commit(self, chain: Chain, round: int, name: Hash) -> None:
+        commit = chain.commit(round)
+        if manifest_hash(commit.manifest) != name:
+            raise StateError("another history has won meanwhile")
+        self._folder.write(_commit(name), pack(commit))
+
+    def _line_to(self, manifest: Manifest, chain: Chain) -> tuple[Hash, ...]:
+        """The hashes of our manifests up to this one; those that have not changed are not read again."""
+        line = self._line[: manifest.round + 1]
+        while line and not chain.has(line[-1], len(line) - 1):
+            line.pop()
+        line += [manifest_hash(chain.commit(round).manifest) for round in range(len(line), manifest.round + 1)]
+        self._line = line
+        return tuple(line)
+
+    # ---------------------------------------------------------------- both
+
+    async def _look(self) -> None:
+        """Learns, once, which state is there."""
+        if self._has_looked:
+            return
+        pointer = await asyncio.to_thread(self._folder.read, NEWEST)
+        kept = None
+        if pointer is not None:
+            kept = await self._state_of(_name_in(pointer))
+            genesis = await self._commit(kept.line[0])
+            if genesis.manifest.fingerprint != self._run.info.fingerprint:
+                raise PermanentError(
+                    f"{self._folder.url} is the archive of another run: its fingerprint is "
+                    f"{genesis.manifest.fingerprint.hex()[:16]}, that of {self._run.info.run_id} here is "
+                    f"{self._run.info.fingerprint.hex()[:16]}",
+                    fix="choose another --archive; to go on with that run, use its run.yaml, its data and the "
+                    "organiser's identity.key",
+                )
+        self._pointer, self._kept, self._has_looked = pointer, kept, True
+
+    async def _state_of(self, head: Hash) -> _Kept:
+        data = await asyncio.to_thread(self._folder.read, _state(head))
+        hashes = split_hashes(data or b"")
+        line, tiles = hashes[: -len(self._run.layout.tiles)], hashes[-len(self._run.layout.tiles) :]
+        if not line or line[-1] != head:
+            raise RemoteProtocolError(
+                f"{_state(head)} at {self._folder.url} is missing, damaged, or of a run of another shape",
+                fix="use the run.yaml that is there, or choose another --archive",
+            )
+        return _Kept(line, tiles)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+
+def _named(folder: str, name: Hash) -> str:
+    return f"{folder}/{name.hex()}"
+
+
+async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """All results, in order; the first failure once all have ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return tuple(results)  # type: ignore[arg-type]
+
+
+def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+_tile, _commit, _state = partial(_named, "tiles"), partial(_named, "commits"), partial(_named, "states")
+
+
+def _name_in(pointer: bytes) -> Hash:
+    try:
+        return Hash(bytes.fromhex(pointer.decode()))
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"the archive's file {NEWEST} is damaged: {pointer[:80]!r}", fix="choose another --archive"
+        ) from error

@@ -1,0 +1,310 @@
+"""An archive at a URL: what is there, what a crash or a liar leaves of it, and a run that goes on from it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import state_layout
+from spes_p2p.peer.remote_archive import RemoteArchive, RemoteFolder
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.genesis import describe_run
+from spes_p2p.sync.node import Run
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.sync.swarm_cases import check_agreement, commits, small_config, until
+from tests.sync.test_archive import evening, is_archived, with_archive
+
+CONFIG = small_config("swarm.heartbeat_seconds=0.2")
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def empty_memory() -> Iterator[None]:
+    """fsspec's memory is one for the process."""
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+async def free(size: int) -> None:
+    """No limit on the link."""
+
+
+def archive_of(swarm: MemorySwarm, folder: RemoteFolder, said: list[str]) -> RemoteArchive:
+    node = swarm.node(swarm.network.peer("keeper"), said.append)
+    return RemoteArchive(folder, swarm.run, node.checker.check, said.append, free, free)
+
+
+class Keeping:
+    """The archive of a swarm's organiser while the block runs, copied to a URL."""
+
+    def __init__(self, swarm: MemorySwarm, url: str = URL) -> None:
+        self.said: list[str] = []
+        self.archive = archive_of(swarm, RemoteFolder(url), self.said)
+        self._swarm = swarm
+
+    async def __aenter__(self) -> Keeping:
+        swarm = self._swarm
+        work = self.archive.keep(
+            lambda: swarm.seat.kept, swarm.organiser.chain, swarm._organiser_store, renewals_of(swarm.folder)
+        )
+        self._task = asyncio.create_task(work)
+        return self
+
+    async def __aexit__(self, *ended: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def has(self, manifest: Manifest) -> bool:
+        return f"the state of round {manifest.round} is at {URL}" in self.said
+
+
+def renewals_of(folder: Path) -> Path:
+    return folder / ORGANISER / "renewals"
+
+
+async def restored(swarm: MemorySwarm, folder: Path, remote: RemoteFolder, said: list[str]) -> int | None:
+    """The round of the state that a machine with an empty disk gets from there, whole; None for none."""
+    archive = archive_of(swarm, remote, said)
+    folder.mkdir(parents=True)
+    chain = Chain(folder / "chain")
+    with closing(StateStore(folder / "state", swarm.layout)) as store:
+        store.create_initial(InitialState(swarm.layout, swarm.config.run.seed, swarm.config.model.init_std))
+        await archive.restore_chain(chain, folder / "renewals")
+        await archive.restore_state(store, chain)
+        newest = store.latest()
+        if newest is None or newest.round == 0:
+            return None
+        assert chain.newest is not None
+        assert chain.newest.manifest.round == newest.round
+        assert newest.root == chain.newest.manifest.state_root
+        newest.verify()
+        return newest.round
+
+
+async def kept_evening(swarm: MemorySwarm) -> Manifest:
+    """Three peers train, all that they have is at the URL, and then they are gone. The newest manifest."""
+    await swarm.start("abc")
+    async with Keeping(swarm) as keeping:
+        await swarm.until_round(3)
+        await until(lambda: is_archived(swarm) and keeping.has(commits(swarm)[-1].manifest))
+        newest = commits(swarm)[-1].manifest
+        for name in "abc":
+            await swarm.peers[PeerId(name)].kill()
+    return newest
+
+
+def test_a_run_goes_on_from_the_url_alone_when_everybody_is_gone(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await kept_evening(swarm)
+        await swarm.kill_organiser()
+        shutil.rmtree(folder / ORGANISER)  # all but its key
+        said: list[str] = []
+        assert await restored(swarm, folder / ORGANISER, RemoteFolder(URL), said) == newest.round
+        await swarm.start_organiser()
+        await asyncio.gather(swarm.add("d"), swarm.add("e"))
+        await swarm.until_round(newest.round + 3, ["d", "e"])
+        chain = commits(swarm, "d")
+        assert chain[newest.round].manifest == newest
+        renewal = chain[newest.round + 1]
+        assert renewal.certificate.by_organiser
+        assert renewal.manifest.state_root == newest.state_root
+        check_agreement(swarm)
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_what_is_there_is_the_newest_state_and_nothing_of_older_ones(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await kept_evening(swarm)
+        names = RemoteFolder(URL).sizes()
+        store = swarm._organiser_store
+        tiles = {f"tiles/{name.hex()}" for name in store.version(newest.round).tile_hashes}
+        assert {name for name in names if name.startswith("tiles/")} == tiles
+        assert [name for name in names if name.startswith("states/")] == [f"states/{manifest_hash(newest).hex()}"]
+        assert len([name for name in names if name.startswith("commits/")]) == newest.round + 1
+
+    with_archive(folder, play, CONFIG)
+
+
+class Broken(RemoteFolder):
+    """Fails for good after so many changes, as if its node died there."""
+
+    def __init__(self, url: str, changes: int) -> None:
+        super().__init__(url)
+        self.left = changes
+
+    def write(self, name: str, data: bytes) -> None:
+        self._die()
+        super().write(name, data)
+
+    def remove(self, name: str) -> None:
+        self._die()
+        super().remove(name)
+
+    def _die(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise NetworkError("it died here")
+
+
+def test_a_crash_at_any_change_leaves_a_whole_state_and_the_next_node_goes_on(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await evening(swarm, 2)
+        chain, store = swarm.organiser.chain, swarm._organiser_store
+        first, second = store.version(store.rounds()[-2]), store.version(store.rounds()[-1])
+        assert first.round > 0
+
+        def put(remote: RemoteFolder) -> RemoteArchive:
+            return archive_of(swarm, remote, [])
+
+        async def put_version(archive: RemoteArchive, round: int) -> None:
+            await archive._look()
+            await archive._put(chain.commit(round).manifest, chain, store.version(round))
+
+        changes = 0
+        while True:
+            fsspec.filesystem("memory").store.clear()
+            await put_version(put(RemoteFolder(URL)), first.round)
+            broken = Broken(URL, changes)
+            died = False
+            try:
+                await put_version(put(broken), second.round)
+            except NetworkError:
+                died = True
+            found = await restored(swarm, folder / f"after-{changes}", RemoteFolder(URL), [])
+            assert found in ((first.round, second.round) if died else (second.round,))
+            again = Broken(URL, 10_000)
+            await put_version(put(again), second.round)
+            assert await restored(swarm, folder / f"again-{changes}", RemoteFolder(URL), []) == second.round
+            if not died:
+                break
+            changes += 1
+        assert changes > 20
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_what_an_upload_left_is_not_sent_again(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = (await evening(swarm, 1)).manifest
+        chain, store = swarm.organiser.chain, swarm._organiser_store
+        sent: list[int] = []
+        for changes in (6, 10_000):
+            remote = Broken(URL, changes)
+            archive = archive_of(swarm, remote, [])
+            await archive._look()
+            with suppress(NetworkError):
+                await archive._put(newest, chain, store.version(newest.round))
+            sent.append(changes - max(0, remote.left))
+        whole = len(set(store.version(newest.round).tile_hashes)) + newest.round + 1 + 3
+        assert sent == [6, whole - 6]
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_values_and_certificates_that_were_changed_there_are_not_taken(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await kept_evening(swarm)
+        remote = RemoteFolder(URL)
+        tile = next(name for name in remote.sizes() if name.startswith("tiles/"))
+        sound = remote.read(tile)
+        assert sound is not None
+        said: list[str] = []
+        for at, bad in enumerate((bytes([sound[0] ^ 1]) + sound[1:], sound[:-4], None)):
+            remote.remove(tile)
+            if bad is not None:
+                remote.write(tile, bad)
+            assert await restored(swarm, folder / f"tile-{at}", remote, said) is None
+            assert f"the archive at {URL} is damaged: {tile}" in said[-1]
+        remote.write(tile, sound)
+        genesis, last = (
+            f"commits/{manifest_hash(swarm.organiser.chain.commit(round).manifest).hex()}"
+            for round in (0, newest.round)
+        )
+        kept = remote.read(last)
+        remote.write(last, remote.read(genesis) or b"")
+        with pytest.raises(RemoteProtocolError):
+            await restored(swarm, folder / "commit", remote, said)
+        remote.write(last, kept or b"")
+        assert await restored(swarm, folder / "sound", remote, said) == newest.round
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_another_run_does_not_write_there(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await kept_evening(swarm)
+        other = small_config("run.run_id=another")
+        run = Run(describe_run(other, swarm.info.dataset, swarm.info.organiser), other, state_layout(other))
+        node = swarm.node(swarm.network.peer("other"), lambda text: None)
+        archive = RemoteArchive(RemoteFolder(URL), run, node.checker.check, lambda text: None, free, free)
+        with pytest.raises(PermanentError, match="is the archive of another run"):
+            await archive.restore_chain(Chain(folder / "other"), folder / "renewals")
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_two_nodes_that_write_to_one_url_find_out_before_anything_is_lost(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await evening(swarm, 2)
+        chain, store = swarm.organiser.chain, swarm._organiser_store
+        one, other = (archive_of(swarm, RemoteFolder(URL), []) for _ in range(2))
+        await one._look()
+        await other._look()
+        older, newer = (chain.commit(round).manifest for round in store.rounds()[-2:])
+        await one._put(older, chain, store.version(older.round))
+        with pytest.raises(NetworkError, match="another node writes to"):
+            await other._put(newer, chain, store.version(newer.round))
+        assert await restored(swarm, folder / "found", RemoteFolder(URL), []) == older.round
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_without_a_chain_of_its_own_a_node_never_begins_while_the_url_is_silent(folder: Path) -> None:
+    class Silent(RemoteFolder):
+        def read(self, name: str) -> bytes | None:
+            raise NetworkError("no answer")
+
+    async def play(swarm: MemorySwarm) -> None:
+        archive, said = archive_of(swarm, Silent(URL), []), list[str]()
+        with pytest.raises(NetworkError, match="no answer"):
+            await archive.restore_chain(Chain(folder / "empty"), folder / "renewals")
+        await evening(swarm)
+        begun = archive_of(swarm, Silent(URL), said)
+        await begun.restore_chain(swarm.organiser.chain, folder / "renewals")
+        assert "cannot be read yet" in said[0]
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_it_lies_in_a_folder_as_well(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await kept_evening(swarm)
+        bucket, there = RemoteFolder(URL), RemoteFolder(f"file://{folder / 'bucket'}")
+        assert there.sizes() == {}
+        for name in bucket.sizes():
+            there.write(name, bucket.read(name) or b"")
+        assert there.sizes() == bucket.sizes()
+        assert await restored(swarm, folder / "from-file", there, []) == newest.round
+        for name in bucket.sizes():
+            there.remove(name)
+            there.remove(name)
+        assert there.sizes() == {}
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_a_url_that_nothing_here_opens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--archive nonsense://bucket cannot be opened"):
+        RemoteFolder("nonsense://bucket")
