@@ -34,7 +34,7 @@ LEAST_SECONDS = 5.0
 """A row is not begun with less than that left."""
 VERSIONS = """
 import importlib.metadata as metadata, json, platform, sys, torch
-names = "torch", "triton", "transformers", "bitsandbytes", "megablocks", "numpy", "pydantic"
+names = "torch", "triton", "transformers", "bitsandbytes", "megablocks", "quack", "numpy", "pydantic"
 found = {name: metadata.version(name) for name in names if any(metadata.packages_distributions().get(name, ()))}
 gpu = torch.cuda.is_available()
 print(json.dumps({

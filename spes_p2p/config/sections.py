@@ -65,7 +65,7 @@ class ModelConfig(Section):
         0,
     )
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
-    expert_backend: Literal["auto", "grouped_mm", "triton", "megablocks", "eager"] = local(
+    expert_backend: Literal["auto", "grouped_mm", "triton", "quack", "megablocks", "eager"] = local(
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
     )
     foreign_dtype: Literal["compute", "int8", "fp8"] = local(

@@ -1,4 +1,4 @@
-"""Which backend computes the experts here: the one asked for, or the fastest that works."""
+"""Which backend computes the experts here: the one asked for, or the fastest of those whose products are right."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from spes_p2p.errors import ConfigError, first_line
-from spes_p2p.experts import megablocks_backend
+from spes_p2p.experts import megablocks_backend, quack_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import ExpertBank
-from spes_p2p.experts.kernels import why_not
+from spes_p2p.experts.gradients import add_in_place
 
-NAMES = ("auto", "grouped_mm", "triton", "megablocks", "eager")
+NAMES = ("auto", "grouped_mm", "triton", "quack", "megablocks", "eager")
+_OPTIONAL = {"quack": quack_backend, "megablocks": megablocks_backend}
 _WARM, _TIMED, _TRIAL_TOKENS = 3, 5, 4096
 
 
@@ -27,6 +29,7 @@ class LayerShape:
     top_k: int
     d_model: int
     ffn: int
+    owned: int = 1
 
 
 _SMALL = LayerShape(experts=8, top_k=2, d_model=256, ffn=256)
@@ -61,19 +64,49 @@ def resolve_backend(
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Why a backend does not run on `device` with `dtype`, or nothing."""
-    if name == "grouped_mm":
-        return "" if device.type == "meta" else _why_grouped_mm_fails(device, dtype)
-    if name == "megablocks":
-        return megablocks_backend.why_not(device)
-    if device.type != "cuda":
+    if name == "grouped_mm" and device.type == "meta":
+        return ""
+    if name == "triton" and device.type != "cuda":
         return f"Triton's kernels run on CUDA only, not on {device}"
-    return why_not(device, _try_triton)
+    if name in _OPTIONAL and (reason := _OPTIONAL[name].why_not(device)):
+        return reason
+    return why_wrong(name, device, dtype)
 
 
-def _try_triton(device: torch.device) -> None:
-    from spes_p2p.experts import triton_backend
+@cache
+def why_wrong(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The first line of the error of a small trial, or which product is not the loop's; nothing where all is right.
 
-    triton_backend.try_kernels(device)
+    The values are small whole numbers, whose sums all of the dtypes hold exactly: there is one right answer.
+    """
+    try:
+        x_NK, y_NM, w_EMK = (_whole_numbers(*size).to(device, dtype) for size in ((40, 32), (40, 64), (4, 64, 32)))
+        ends_E = torch.tensor([9, 9, 33, 40], device=device, dtype=torch.int32)
+        for what, got, want in zip(
+            _PRODUCTS, *(_products(one, x_NK, y_NM, w_EMK, ends_E) for one in (_made(name), Eager()))
+        ):
+            if not torch.equal(got, want):
+                return f"{what} were wrong in a trial"
+    except Exception as error:  # noqa: BLE001 (a compiler's, another project's, or no kernel image for this GPU)
+        return first_line(error)
+    return ""
+
+
+_PRODUCTS = ("rows", "rows by transposed matrices", "outer products", "sums of outer products")
+
+
+def _products(backend: Backend, x_NK: Tensor, y_NM: Tensor, w_EMK: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
+    """One of each of `_PRODUCTS`: with an empty group, and rows that belong to none."""
+    ends_G = ends_E[:3]
+    sums_GMK = torch.ones(3, *w_EMK.shape[1:], device=w_EMK.device)
+    backend.add_outer(sums_GMK, y_NM, x_NK, ends_G)
+    rows = backend.rows(y_NM, w_EMK, ends_E), backend.rows(x_NK, w_EMK.mT, ends_E)
+    return *rows, backend.outer(y_NM, x_NK, ends_G), sums_GMK
+
+
+def _whole_numbers(*size: int) -> Tensor:
+    """From -2 to 2, in no order."""
+    return torch.randint(-2, 3, size, generator=torch.Generator().manual_seed(0))
 
 
 def _made(name: str) -> Backend:
@@ -82,6 +115,8 @@ def _made(name: str) -> Backend:
         from spes_p2p.experts.triton_backend import TritonGrouped
 
         return TritonGrouped()
+    if name == "quack":
+        return quack_backend.Quack()
     return GroupedMM() if name == "grouped_mm" else megablocks_backend.MegaBlocks()
 
 
@@ -104,11 +139,13 @@ def _fastest(names: Sequence[str], shape: LayerShape, device: torch.device, dtyp
 
 
 def trial_milliseconds(backend: Backend, shape: LayerShape, device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest of a few passes, forward and backward, through one layer with one owned expert."""
-    bank = ExpertBank(shape.experts, shape.d_model, shape.ffn, (0,), backend, device, dtype)
-    x_TD = torch.zeros(_TRIAL_TOKENS, shape.d_model, device=device, dtype=dtype, requires_grad=True)
-    choices = torch.arange(_TRIAL_TOKENS * shape.top_k, device=device) % shape.experts  # every expert has as many
-    expert_TK = choices.view(_TRIAL_TOKENS, shape.top_k)
+    """The fastest of a few passes, forward and backward, through one layer as it is trained."""
+    bank = ExpertBank(shape.experts, shape.d_model, shape.ffn, range(shape.owned), backend, device, dtype)
+    for master in bank.parameters():
+        add_in_place(master)
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(_TRIAL_TOKENS, shape.d_model, generator=generator).to(device, dtype).requires_grad_()
+    expert_TK = torch.randint(shape.experts, (_TRIAL_TOKENS, shape.top_k), generator=generator).to(device)
     weight_TK = torch.full(expert_TK.shape, 1 / shape.top_k, device=device)
     seconds = []
     for _ in range(_WARM + _TIMED):
@@ -123,18 +160,3 @@ def trial_milliseconds(backend: Backend, shape: LayerShape, device: torch.device
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@cache
-def _why_grouped_mm_fails(device: torch.device, dtype: torch.dtype) -> str:
-    """The first line of the error of a small trial, or nothing."""
-    backend = GroupedMM()
-    try:
-        x_NK = torch.ones(4, 16, device=device, dtype=dtype)
-        w_EMK = torch.ones(2, 8, 16, device=device, dtype=dtype)
-        ends_E = torch.tensor([1, 4], device=device, dtype=torch.int32)
-        products = backend.rows(x_NK, w_EMK.transpose(1, 2), ends_E), backend.outer(x_NK, x_NK, ends_E[:1])
-        sums = [float(product.sum()) for product in products]
-    except (RuntimeError, AttributeError, NotImplementedError) as error:  # among them: no kernel image for this GPU
-        return first_line(error)
-    return "" if sums == [4 * 8 * 16, 16 * 16] else f"a trial gave {sums}"

@@ -8,13 +8,12 @@ fp32 (fp32 inputs too: no TF32). Imported where there is CUDA alone.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from spes_p2p.experts.backends import TorchDispatch
-from spes_p2p.experts.kernels import half_dtype, on_device_of
+from spes_p2p.experts.kernels import on_device_of
 
 _ROWS, _COLUMNS, _INNER = 128, 128, 64
 _BAND = 8
@@ -124,13 +123,3 @@ class TritonGrouped(TorchDispatch):
                     x_NM.contiguous(), y_NK.contiguous(), w_GMK, ends_G, height, width,
                     ROWS=_ROWS, COLUMNS=_COLUMNS, INNER=_INNER, ADDS=adds, num_warps=_WARPS, num_stages=_STAGES,
                 )  # fmt: skip
-
-
-def try_kernels(device: torch.device) -> None:
-    """All kernels on two rows, as training launches them. Raises whatever a compiler or driver raises."""
-    backend = TritonGrouped()
-    x_NK = torch.ones(2, 16, device=device, dtype=half_dtype(device))
-    ends_E = torch.tensor([1, 2], device=device, dtype=torch.int32)
-    w_EMK = backend.outer(x_NK, x_NK, ends_E)
-    backend.add_outer(w_EMK.float(), x_NK, x_NK, ends_E)
-    backend.rows(x_NK, w_EMK.mT, ends_E)

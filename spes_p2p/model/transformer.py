@@ -101,7 +101,7 @@ class Transformer(nn.Module):
             config.expert_backend,
             device,
             dtype,
-            LayerShape(config.num_experts, config.top_k, config.d_model, config.expert_ffn),
+            LayerShape(config.num_experts, config.top_k, config.d_model, config.expert_ffn, len(owned)),
         )
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
         courier = HostPrefetcher(device) if config.foreign_offload else None

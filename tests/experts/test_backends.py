@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.experts import choice, megablocks_backend
+from spes_p2p.experts import choice, megablocks_backend, quack_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
-from spes_p2p.experts.choice import LayerShape, resolve_backend, trial_milliseconds
-from spes_p2p.experts.triton_backend import TritonGrouped, try_kernels
+from spes_p2p.experts.choice import LayerShape, resolve_backend, trial_milliseconds, why_wrong
+from spes_p2p.experts.triton_backend import TritonGrouped
 from tests.kernels import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -79,6 +79,8 @@ def test_a_backend_asked_for_by_name_must_run() -> None:
         resolve_backend("triton", CPU, torch.float32)
     with pytest.raises(ConfigError, match=r"megablocks, which does not run on cpu in torch\.float32: .* on CUDA only"):
         resolve_backend("megablocks", CPU, torch.float32)
+    with pytest.raises(ConfigError, match=r"quack, which does not run on cpu in torch\.float32: .* on CUDA only"):
+        resolve_backend("quack", CPU, torch.float32)
     with pytest.raises(ConfigError, match="'fast', an unknown backend"):
         resolve_backend("fast", CPU, torch.float32)
 
@@ -117,31 +119,53 @@ def test_the_trial_of_a_backend_takes_time() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("width_k", "width_m"), [(16, 8), (5, 7), (150, 200)])
-@pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [0, 0, 0, 0], [200, 200, 330, 700]])
+@pytest.mark.parametrize(
+    "ends", [[3, 3, 10, 37], [0, 0, 37, 37], [0, 0, 0, 0], [200, 200, 330, 700], [1, 697, 698, 700]]
+)
 def test_triton_agrees_with_the_loop(dtype: torch.dtype, width_k: int, width_m: int, ends: list[int]) -> None:
     agree_on(TritonGrouped(), DEVICE, dtype, (width_k, width_m), ends)
 
 
-@pytest.mark.kernels
-def test_the_trial_of_triton_launches_both_kernels() -> None:
-    try_kernels(DEVICE)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["grouped_mm", "triton"])
+@pytest.mark.parametrize("name", ["grouped_mm", "triton", "quack"])
 @pytest.mark.parametrize(("width_k", "width_m"), [(64, 32), (2048, 1024), (200, 72)])
 @pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [1, 1, 1, 1], [1000, 1000, 1130, 5000]])
 def test_agrees_with_the_loop_on_cuda(name: str, width_k: int, width_m: int, ends: list[int]) -> None:
     cuda = torch.device("cuda")
+    if name == "quack" and (reason := quack_backend.why_not(cuda)):
+        pytest.skip(reason)
     backend, _ = resolve_backend(name, cuda, torch.bfloat16)
     agree_on(backend, cuda, torch.bfloat16, (width_k, width_m), ends)
 
 
 def test_a_gpu_without_kernels_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(*size: int, **named: object) -> None:
+    def no_kernel(*given: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
 
-    monkeypatch.setattr(choice, "torch", SimpleNamespace(ones=no_kernel))
-    why = choice._why_grouped_mm_fails.__wrapped__(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(GroupedMM, "rows", no_kernel)
+    why = why_wrong.__wrapped__("grouped_mm", CPU, torch.bfloat16)
     assert why == "CUDA error: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_backend_with_a_wrong_product_is_not_taken(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    assert why_wrong.__wrapped__("grouped_mm", CPU, dtype) == ""
+    products = {"rows": "rows", "outer": "outer products", "add_outer": "sums of outer products"}
+    for method, said in products.items():
+        right = getattr(GroupedMM, method)
+
+        def wrong(self: GroupedMM, *given: torch.Tensor, right: Callable[..., torch.Tensor] = right) -> torch.Tensor:
+            found = right(self, *given)
+            (given[0] if found is None else found)[-1, -1] += 1  # of the last group
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupedMM, method, wrong)
+            assert why_wrong.__wrapped__("grouped_mm", CPU, dtype) == f"{said} were wrong in a trial"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_triton_passes_the_trial(dtype: torch.dtype) -> None:
+    assert why_wrong("triton", DEVICE, dtype) == ""
