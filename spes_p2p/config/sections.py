@@ -203,6 +203,11 @@ class OptimizerConfig(Section):
         "adamw",
     )
     gradient_dtype: Literal["fp32", "bf16"] = local("How gradients are kept until the step: 4 or 2 bytes.", "fp32")
+    sharding: Literal["none", "zero2"] = local(
+        "What several GPUs of one peer do: none, each keeps and steps everything trained; zero2, each keeps gradients "
+        "and moments of its part, steps that, and fetches the rest (not with muon).",
+        "none",
+    )
     lr: float = agreed("Highest learning rate.", gt=0)
     betas: tuple[float, float] = agreed("AdamW's decay rates of both moments.", (0.9, 0.95))
     eps: float = agreed("AdamW's epsilon.", 1e-8, gt=0)
@@ -235,6 +240,11 @@ class OptimizerConfig(Section):
                 f"optimizer.batch_sequences is {self.batch_sequences}, not divisible by "
                 f"optimizer.micro_batch_sequences ({self.micro_batch_sequences})",
                 fix=f"set micro_batch_sequences to a divisor of {self.batch_sequences}",
+            )
+        if self.sharding == "zero2" and self.name == "muon":
+            raise ConfigError(
+                "optimizer.sharding is zero2, but optimizer.name is muon, which needs whole matrices on each GPU",
+                fix="set optimizer.sharding=none, or optimizer.name=adamw",
             )
         for beta in self.betas:
             if not 0 <= beta < 1:

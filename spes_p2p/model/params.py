@@ -43,11 +43,13 @@ Table = Sequence[Sequence[Place]]
 
 def named_shared(model: Transformer) -> dict[str, nn.Parameter]:
     """The shared parameters by name: all that are not masters of experts, nor what a guest trains in others."""
-    masters = {id(master) for master in masters_of(model)}
-    masters |= {
-        id(parameter) for bank in model.banks if bank.guests is not None for parameter in bank.guests.parameters()
-    }
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in masters}
+    others = {id(parameter) for parameter in (*masters_of(model), *guest_parameters(model))}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in others}
+
+
+def guest_parameters(model: Transformer) -> list[nn.Parameter]:
+    """What a guest trains in experts of others, of all layers."""
+    return [parameter for bank in model.banks if bank.guests is not None for parameter in bank.guests.parameters()]
 
 
 def masters_of(model: Transformer) -> Iterator[nn.Parameter]:

@@ -98,8 +98,8 @@ def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
 
 
 def columns_by_experience(
-    owned: int, spare_bytes: int, total_bytes: int, column_values: int, options: Options | None = None
+    owned: int, spare_bytes: int, total_bytes: int, column_values: int, options: Options | None = None, ranks: int = 1
 ) -> int:
     """Columns that there is memory for, where training `owned` of them left `spare_bytes` at its peak."""
     room = spare_bytes - round(FRAGMENT_SHARE * total_bytes)
-    return owned + max(0, int(room // (column_values * trained_value_bytes(options or Options()))))
+    return owned + max(0, int(room // (column_values * trained_value_bytes(options or Options(), ranks))))

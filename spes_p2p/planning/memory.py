@@ -2,7 +2,7 @@
 
 What lies there all the time: weights, masters, moments. What comes and goes: activations, logits, gradients. Symbols as
 in `sizes`; P_s shared values, P_c values of a column, c bytes of the compute dtype. One rank is meant; several ranks of
-a peer each hold the same on a GPU of their own.
+a peer each hold the same on a GPU of their own, or with `optimizer.sharding: zero2` a part of gradients and moments.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ GUESTS = "guests"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 
 HEAD, LAST, FIRST, STEP = "the loss", "the last layer's backward", "the first layer's backward", "the update"
+OUTPUT, INPUT = "the head's backward", "the embedding's backward"
 """Moments of a step in which memory can be at its highest."""
 SCALE_BLOCK = 128
 """Values of a quantised row that share one fp32 scale (the whole row where this does not divide it)."""
@@ -104,12 +105,17 @@ class Workload:
         return self.ranks == 1 and self.options.gradient_dtype == "fp32"
 
     @property
+    def shares(self) -> int:
+        """Ranks that gradients and moments are dealt to."""
+        return self.ranks if self.options.sharding == "zero2" else 1
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients are there all the time: from micro-batch to micro-batch, or in the buckets of DDP.
 
         DDP has gradients in fp32 only; others are averaged in place.
         """
-        in_buckets = self.ranks > 1 and self.options.gradient_dtype == "fp32"
+        in_buckets = self.ranks > self.shares and self.options.gradient_dtype == "fp32"
         return self.sequences * self.ranks < self.batch_sequences or in_buckets
 
 
@@ -131,14 +137,16 @@ def predict(work: Workload) -> Memory:
 def state_bytes(work: Workload) -> int:
     """Weights, masters, moments and gradients alone: what depends on neither batch nor sequence."""
     sizes = Sizes.of(work.model)
-    trained = sizes.trained(work.owned) * (4 + GRADIENT_BYTES[work.options.gradient_dtype])
+    values = sizes.trained(work.owned)
+    trained = 4 * values + GRADIENT_BYTES[work.options.gradient_dtype] * values // work.shares
     thin = GRADIENT_BYTES[work.options.gradient_dtype] * sizes.num_experts * sizes.coordinates
     return trained + _optimizer_bytes(work) + bank_bytes(work) + guest_bytes(work) + thin
 
 
-def trained_value_bytes(options: Options) -> float:
+def trained_value_bytes(options: Options, ranks: int = 1) -> float:
     """Of each value that is trained: master, gradient, moments."""
-    return 4 + GRADIENT_BYTES[options.gradient_dtype] + OPTIMIZER_BYTES[options.optimizer]
+    shares = ranks if options.sharding == "zero2" else 1
+    return 4 + (GRADIENT_BYTES[options.gradient_dtype] + OPTIMIZER_BYTES[options.optimizer]) / shares
 
 
 def bank_bytes(work: Workload) -> int:
@@ -220,7 +228,7 @@ def _optimizer_bytes(work: Workload) -> int:
     sizes, kind = Sizes.of(work.model), work.options.optimizer
     by_adamw = sizes.shared - sizes.attention if kind == "muon" else 0  # biases of attention count as its matrices
     others = sizes.trained(work.owned) - by_adamw
-    return round(OPTIMIZER_BYTES["adamw"] * by_adamw + OPTIMIZER_BYTES[kind] * others)
+    return round((OPTIMIZER_BYTES["adamw"] * by_adamw + OPTIMIZER_BYTES[kind] * others) / work.shares)
 
 
 def _moments(work: Workload) -> dict[str, dict[str, int]]:
@@ -229,7 +237,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     active = Activations(model, work.sequences * work.sequence_length, work.compute_bytes, checkpointing)
     gradient = GRADIENT_BYTES[work.options.gradient_dtype]
     trained = sizes.trained(work.owned)
-    all_gradients = gradient * (trained + sizes.num_experts * sizes.coordinates)
+    all_gradients = gradient * (trained // work.shares + sizes.num_experts * sizes.coordinates)
     early = all_gradients if work.accumulates else 0
     # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
     # makes one for a moment, and its fp32 gradient in the forward pass, which is where it stays if added in place
@@ -240,6 +248,9 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     # of a layer's masters, where autograd adds: all in the compute dtype, two thirds (gate and up) in fp32, too
     as_fp32 = gradient == 4 and work.compute_bytes != 4
     fresh = (work.compute_bytes * 3 + 8 * as_fp32) * work.owned * sizes.expert // 3 * (not work.adds_in_place)
+    sent_head = 0
+    if work.shares > 1:  # whole gradients in fp32 on their way to whose they are, beside what autograd has
+        fresh, sent_head = (work.compute_bytes + 16) * work.owned * sizes.expert // 3, head_gradient
     beside = active.backward_of_layer(work.owned, fresh)
 
     def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
@@ -254,19 +265,25 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
         HEAD: parts(head_copy + attention, at_head, active.kept(), active.logits()),
         LAST: parts(
             late_attention,
-            early or gradient * sizes.embedding,
+            (early or gradient * sizes.embedding) + sent_head,
             active.kept() + beside,
         ),
         FIRST: parts(0, all_gradients, active.kept_of_layer() + beside),
-        STEP: parts(0, all_gradients + _update_bytes(work, gradient, trained), 0),
+        OUTPUT: parts(attention, early + 2 * sent_head, active.kept()),
+        INPUT: parts(0, all_gradients + sent_head, 0),
+        STEP: parts(0, all_gradients + _update_bytes(work, gradient, trained // work.shares), 0),
     }
 
 
 def _update_bytes(work: Workload, gradient: int, trained: int) -> int:
-    """What a step makes on the way: gradients in fp32; for Muon all that it orthogonalises, and a stack five times."""
-    if work.options.optimizer != "muon":
-        return 0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)
+    """What a step makes on the way: gradients in fp32; for Muon all that it orthogonalises, and a stack five times.
+
+    Or, when it is made, one matrix of a layer's masters in the order in which ranks fetch its rows.
+    """
     sizes = Sizes.of(work.model)
+    if work.options.optimizer != "muon":
+        fetched = 8 * work.owned * sizes.expert // 3 if work.shares > 1 else 0
+        return max(fetched, 0 if gradient == 4 else 4 * min(PIECE_VALUES, trained))
     matrices = sizes.attention + work.owned * sizes.column
     return 4 * (matrices + 5 * min(STACK_VALUES, matrices))
 

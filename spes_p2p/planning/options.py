@@ -12,6 +12,7 @@ KEYS = {
     "micro_batch_sequences": "optimizer.micro_batch_sequences",
     "gradient_dtype": "optimizer.gradient_dtype",
     "optimizer": "optimizer.name",
+    "sharding": "optimizer.sharding",
     "activation_checkpointing": "model.activation_checkpointing",
     "foreign_dtype": "model.foreign_dtype",
     "foreign_offload": "model.foreign_offload",
@@ -28,6 +29,7 @@ class Options:
     micro_batch_sequences: int = 1
     gradient_dtype: str = "fp32"
     optimizer: str = "adamw"
+    sharding: str = "none"
     activation_checkpointing: str = "none"
     foreign_dtype: str = "compute"
     foreign_offload: bool = False

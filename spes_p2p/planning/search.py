@@ -1,10 +1,11 @@
 """What fits into a given memory, and which options make it fit.
 
 Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16
-cost nothing, but are added up in bf16, so only where a step has few micro-batches (`MOST_BF16_SUMS`); Adam in 8 bits
-nearly nothing; selective checkpointing a few percent; foreign experts in one byte are unpacked twice a micro-batch;
-full checkpointing computes every layer twice; offloaded experts cross the PCIe bus twice a micro-batch. On each rung
-the micro-batch is halved first, down to 4,096 tokens, where products are still large; smaller ones come last of all.
+cost nothing, but are added up in bf16, so only where a step has few micro-batches (`MOST_BF16_SUMS`); ranks that share
+gradients and moments exchange them in each micro-batch, not once a step; Adam in 8 bits costs nearly nothing; selective
+checkpointing a few percent; foreign experts in one byte are unpacked twice a micro-batch; full checkpointing computes
+every layer twice; offloaded experts cross the PCIe bus twice a micro-batch. On each rung the micro-batch is halved
+first, down to 4,096 tokens, where products are still large; smaller ones come last of all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spes_p2p.planning.options import KEYS, Options, halved, is_agreed, is_known
 
 LADDER: tuple[tuple[str, Any], ...] = (
     ("gradient_dtype", "bf16"),
+    ("sharding", "zero2"),
     ("optimizer", "adamw8bit"),
     ("activation_checkpointing", "selective"),
     ("foreign_dtype", "int8"),
@@ -80,7 +82,7 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
 
     `local_only`: without options that all peers of a run must have equal. `fixed`: names of options that stay.
     """
-    ladder = list(rungs(work.options, local_only, fixed, work.micro_batches))
+    ladder = list(rungs(work.options, local_only, fixed, work.micro_batches, work.ranks))
     found = tuple(_rung(work, options, adds, memory_bytes) for options, adds in ladder)
     halves = "micro_batch_sequences" not in fixed
     tried = [[_exact(work, size) for size in _halvings(each, work.batch_sequences, halves)] for each, _ in ladder]
@@ -92,7 +94,7 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
 
 
 def rungs(
-    options: Options, local_only: bool, fixed: Collection[str] = frozenset(), micro_batches: int = 1
+    options: Options, local_only: bool, fixed: Collection[str] = frozenset(), micro_batches: int = 1, ranks: int = 1
 ) -> Iterator[tuple[Options, str]]:
     """`options`, then cumulatively with each option of the ladder that this version has and that saves memory.
 
@@ -105,6 +107,8 @@ def rungs(
         if name in fixed or (local_only and is_agreed(KEYS[name])):
             continue
         if name == "gradient_dtype" and micro_batches > MOST_BF16_SUMS:
+            continue
+        if name == "sharding" and (ranks == 1 or options.optimizer == "muon"):
             continue
         changed = replace(options, **{name: value})
         yield changed, changed.changes(options)[0]

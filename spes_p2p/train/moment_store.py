@@ -99,6 +99,14 @@ def stored_shapes(shape: torch.Size, form: Form) -> dict[str, tuple[torch.Size, 
     return codes | {_SCALES[which]: (scales, torch.float32) for which in MOMENTS}
 
 
+def cut(name: str, shape: torch.Size, rows: slice) -> slice:
+    """Where some rows of a tensor of `shape` are in what is kept under `name`: blocks of scales must end with rows."""
+    if name not in _SCALES.values():
+        return rows
+    width = shape[1:].numel()
+    return slice(rows.start * width // BLOCK_VALUES, -(-rows.stop * width // BLOCK_VALUES))
+
+
 class Float32:
     """torch's AdamW, fused where the device has it.
 

@@ -11,21 +11,24 @@ import torch
 
 from spes_p2p.state.moments import NO_MOMENTS, Moments, within_bounds
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.moment_store import MOMENTS, form_of, is_packed
+from spes_p2p.train.moment_store import MOMENTS, form_of, is_packed, unpacked
 from spes_p2p.train.rank import RankTrainer
 
 
 def read_moments(trainer: RankTrainer, column: int) -> Moments:
-    """A copy; without steps and arrays for an owned column that was never trained here, or is trained by Muon."""
+    """A copy, on rank 0; without steps and arrays for an owned column never trained here, or trained by Muon."""
     group = next(group for group in trainer.optimizer.groups if group.column == column)
     pieces = list(trainer.trained.column_pieces(column))
     if not group.steps or any(name not in group.moments for name, _, _ in pieces):
         return NO_MOMENTS
     if any(form_of(group.moments[name]) == "momentum" for name, _, _ in pieces):
         return NO_MOMENTS  # it forgets within twenty steps
+    whole = {name: trainer.whole_moments(group, name) for name in group.moments}
+    if trainer.ranks.rank:
+        return NO_MOMENTS
     flat = {which: np.empty(pieces[-1][2].stop, np.float32) for which in MOMENTS}
     for name, rows, part in pieces:
-        for which, values in group.moments_of(name).items():
+        for which, values in unpacked(whole[name]).items():
             flat[which][part] = values[rows].reshape(-1).cpu().numpy()
     moments, settings = Moments(group.steps, *flat.values()), trainer.config.optimizer
     if any(is_packed(group.moments[name]) for name, _, _ in pieces):
@@ -49,4 +52,5 @@ def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments
         for which, values in zip(MOMENTS, flat, strict=True):
             target = taken[name][which][rows]
             target.copy_(torch.from_numpy(np.array(values[part])).view_as(target))
-    trainer.optimizer.restore(column, True, steps, taken)
+    kept = {name: trainer.optimizer.kept(group, name, moments) for name, moments in taken.items()}
+    trainer.optimizer.restore(column, True, steps, kept)

@@ -6,13 +6,16 @@ masters, and whose gradients are views of the masters' gradients. One parameter 
 learning-rate ramp. Moments stay with a column for as long as it is owned; they are never averaged (SPES). How they are
 kept is the business of moment_store.py.
 
+Where the ranks of a peer share the work (zero.py), this one steps its rows of each tensor alone, and has moments of
+those.
+
 What a guest trains in a column of others (experts/guests.py) has moments in fp32, as long as its basis stays, no weight
 decay and no ramp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,9 +28,20 @@ from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
-from spes_p2p.train.moment_store import MOMENTS, EightBit, Float32, Kind, Piece, Stored, unpacked
+from spes_p2p.train.moment_store import (
+    BLOCK_VALUES,
+    MOMENTS,
+    SMALLEST_VALUES,
+    EightBit,
+    Float32,
+    Kind,
+    Piece,
+    Stored,
+    cut,
+)
 from spes_p2p.train.muon import Muon
 from spes_p2p.train.schedule import ramp
+from spes_p2p.train.zero import ALL_ROWS, Share
 
 __all__ = ["MOMENTS", "Group", "Optimizer"]
 
@@ -43,21 +57,17 @@ class Group:
     steps: int = 0
     """Optimizer steps that the moments have seen: the count of the bias correction."""
     moments: dict[str, Stored] = field(default_factory=dict)
-    """By tensor name, as they are kept; empty until the first step."""
+    """By tensor name, as they are kept, of this rank's rows; empty until the first step."""
     is_guest: bool = False
     """Whether it is what a guest trains in a column of others."""
-
-    def moments_of(self, name: str) -> Stored:
-        """Both moments of a tensor in fp32."""
-        return unpacked(self.moments[name])
 
 
 class Optimizer:
     """AdamW with weight decay on everything. `rebuild` it whenever the owned columns change."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config: OptimizerConfig, share: Share = ALL_ROWS) -> None:
         """Raises ConfigError where a library is missing that optimizer.name asks for."""
-        self._kind = kind_of(config)
+        self._kind, self._plain, self._share = kind_of(config), Float32(config), share
         self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
         self._guest_kind = Float32(config.model_copy(update={"weight_decay": 0.0}))
@@ -127,14 +137,19 @@ class Optimizer:
                 self._masters[id(row)] = whole, slot
         return tensors
 
+    def kept(self, group: Group, name: str, moments: Stored) -> Stored:
+        """Moments of any kind, of a whole tensor, as they are kept here."""
+        parameter = group.tensors[name]
+        stored = self._kind_of(group, parameter).stored(moments, _matrices_in(group, name, parameter))
+        if not self._is_dealt(group):
+            return stored
+        rows = self._share.rows(len(parameter))
+        return {key: values[cut(key, parameter.shape, rows)].clone() for key, values in stored.items()}
+
     def restore(self, column: int | None, ramped: bool, steps: int, moments: dict[str, Stored]) -> None:
-        """Replaces what is known of one group. The moments may be of any kind."""
+        """Replaces what is known of one group. The moments must be as `kept` gives them."""
         group = self._groups[column]
-        group.ramped, group.steps = ramped, steps
-        group.moments = {
-            name: self._kind.stored(kept, _matrices_in(group, name, group.tensors[name]))
-            for name, kept in moments.items()
-        }
+        group.ramped, group.steps, group.moments = ramped, steps, moments
 
     def reserve(self) -> None:
         """Makes the moments that the next step would make."""
@@ -143,35 +158,47 @@ class Optimizer:
                 self._moments(group, name, parameter)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One step with the gradients that the model has."""
+    def step(self, lr: float, gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
+        """One step with the gradients that the parameters of the model have, or those of this rank's rows."""
+        gradient_of = gradient_of or _own_gradient
         for group in (*self.groups, *self._guests.values()):
             own = lr * ramp(group.steps) if group.ramped else lr
-            self._kind_of(group).update(self._pieces(group), group.steps, own)
+            kind = self._guest_kind if group.is_guest else self._kind
+            kind.update(self._pieces(group, gradient_of), group.steps, own)
             group.steps += 1
 
-    def _pieces(self, group: Group) -> list[Piece]:
+    def _pieces(self, group: Group, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> list[Piece]:
         pieces = []
         for name, parameter in group.tensors.items():
-            gradient = self._gradient(parameter)
-            if gradient is not None:
+            whole, index = self._masters.get(id(parameter), (parameter, ...))
+            gradient, values = gradient_of(whole), self._own(group, parameter)
+            if gradient is not None and values.numel():
                 moments, matrices = self._moments(group, name, parameter), _matrices_in(group, name, parameter)
-                pieces.append(Piece(parameter.detach(), gradient, moments, matrices))
+                pieces.append(Piece(values, gradient[index], moments, matrices))
         return pieces
 
     def _moments(self, group: Group, name: str, parameter: nn.Parameter) -> Stored:
         if name not in group.moments:
-            group.moments[name] = self._kind_of(group).fresh(parameter, _matrices_in(group, name, parameter))
+            kind, values = self._kind_of(group, parameter), self._own(group, parameter)
+            group.moments[name] = kind.fresh(values, _matrices_in(group, name, parameter))
         return group.moments[name]
 
-    def _kind_of(self, group: Group) -> Kind:
-        return self._guest_kind if group.is_guest else self._kind
+    def _is_dealt(self, group: Group) -> bool:
+        return self._share.of > 1 and not group.is_guest
 
-    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        if id(parameter) not in self._masters:
-            return parameter.grad
-        master, index = self._masters[id(parameter)]
-        return None if master.grad is None else master.grad[index]
+    def _own(self, group: Group, parameter: nn.Parameter) -> Tensor:
+        """What of it is stepped here."""
+        values = parameter.detach()
+        return values[self._share.rows(len(values))] if self._is_dealt(group) else values
+
+    def _kind_of(self, group: Group, parameter: nn.Parameter) -> Kind:
+        """How moments are kept: in 8 bits only where the rows of each rank are whole blocks, and many."""
+        if group.is_guest:
+            return self._guest_kind
+        if not self._is_dealt(group):
+            return self._kind
+        width, least = parameter.shape[1:].numel(), len(parameter) // self._share.of
+        return self._kind if width % BLOCK_VALUES == 0 and least * width >= SMALLEST_VALUES else self._plain
 
 
 def kind_of(config: OptimizerConfig) -> Kind:
@@ -188,26 +215,30 @@ def _matrices_in(group: Group, name: str, values: Tensor) -> int:
     return 2 if name.endswith(".gate_up") else 1
 
 
-def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of all gradients that the model holds."""
-    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
+def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
+    return parameter.grad
 
 
-def gradient_norm(model: nn.Module) -> Tensor:
-    """L2 norm of all gradients together, shared and owned: a scalar on the device."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """All that the parameters have."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm of all together: a scalar on the device."""
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def clip_gradients(model: nn.Module, norm: float, largest: float, loss_scale: float = 1.0) -> None:
+def clip_gradients(gradients: list[Tensor], norm: float, largest: float, loss_scale: float = 1.0) -> None:
     """Takes the loss scale out of all gradients, whose norm is `norm` then, and scales it to at most `largest`."""
     if loss_scale != 1.0:
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 1 / loss_scale)
-    if norm > largest:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, torch.tensor(norm))
+        torch._foreach_mul_(gradients, 1 / loss_scale)
+    if norm > largest and gradients:
+        factor = largest / (torch.tensor(norm) + 1e-6)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 def _gradient_dtype(config: OptimizerConfig) -> torch.dtype:

@@ -51,5 +51,5 @@ def _seconds_a_sequence(rank: RankTrainer, batch: Batch, size: int) -> float:
         if not is_out_of_memory(error):
             raise
         took = float("inf")
-    rank.model.zero_grad(set_to_none=rank.forward is rank.model)
+    rank.clear_gradients()
     return sum_over_ranks(ranks, torch.tensor([took], device=ranks.device)).item() / (size * ranks.world_size)

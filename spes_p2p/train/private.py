@@ -1,7 +1,8 @@
 """What a peer must save beside the committed state to go on exactly: values in training, moments, counts, RNG.
 
 `private_state` gives a tree of plain values and the very tensors that are trained, on their device, so that saving them
-one after the other takes no memory; it is the same at every rank. `load_private_state` takes a tree back, on rank 0
+one after the other takes no memory; it is the same at every rank, but for moments that the ranks share (zero.py): rank
+0 gets these in host memory. `load_private_state` takes a tree back, on rank 0
 from the tree and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which
 must have been adopted first. Moments are saved as they are kept; a peer that keeps them otherwise turns them.
 """
@@ -67,7 +68,8 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
             parameter.detach().copy_(_received(trainer, entry, "value", parameter.shape, torch.float32))
             if saved["steps"]:
                 shapes = stored_shapes(parameter.shape, saved["forms"][name])
-                moments[name] = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
+                whole = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
+                moments[name] = trainer.optimizer.kept(group, name, whole)
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
     if trainer.guests is not None:
         saved_guests = [None] * len(plain["guests"]) if state is None else state.get("guests", ())
@@ -121,9 +123,8 @@ def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
-    moments = group.moments
     tensors = {
-        name: {"value": parameter.detach(), **{key: value.detach() for key, value in moments.get(name, {}).items()}}
+        name: {"value": parameter.detach(), **(trainer.whole_moments(group, name) if name in group.moments else {})}
         for name, parameter in group.tensors.items()
     }
     return {"column": group.column, "ramped": group.ramped, "steps": group.steps, "tensors": tensors}

@@ -20,6 +20,7 @@ from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.experts.kernels import half_dtype
+from spes_p2p.model.params import guest_parameters
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
@@ -28,12 +29,14 @@ from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather
 from spes_p2p.train.guests import GuestWork
 from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
-from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
+from spes_p2p.train.moment_store import Stored
+from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_norm, gradients_of
 from spes_p2p.train.parking import Parked
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, to_device
 from spes_p2p.train.trained_model import TrainedModel, TrainedTransformer
+from spes_p2p.train.zero import Sharded, Share, whole_moments
 
 
 class RankTrainer:
@@ -58,14 +61,16 @@ class RankTrainer:
         """Messages about steps for the user; whoever shows them empties the list."""
         self.trained = make_model(config, ranks.device)
         self.model = self.trained.module
-        self.optimizer = Optimizer(config.optimizer)
+        self.shares = ranks.world_size > 1 and config.optimizer.sharding == "zero2"
+        """Whether each rank steps a part of everything."""
+        self.optimizer = Optimizer(config.optimizer, Share(ranks.rank, ranks.world_size) if self.shares else Share())
         self.loss_scale = LossScale(half_dtype(ranks.device))
         self.guests: GuestWork | None = None
         """What is trained in columns of others, in a run that has guests."""
         if config.model.guest_rank and isinstance(self.trained, TrainedTransformer):
             self.guests = GuestWork(self.trained.module, self.trained.table, self.optimizer, ranks)
         self.forward: nn.Module | None = None
-        """The model, or DDP around it, from the first `set_owned` on."""
+        """The model, or what the ranks have around it (DDP, Sharded), from the first `set_owned` on."""
         self._rehearsed = False
         self.parked: Parked | None = None
         """Where the tensors are while they are off the device."""
@@ -96,7 +101,7 @@ class RankTrainer:
 
     def park(self) -> None:
         """Takes all tensors off the device."""
-        if self.forward is not self.model:  # the buckets of DDP
+        if not self.shares and self.forward is not self.model:  # the buckets of DDP
             self.forward = None
         gc.collect()
         self.parked = Parked(self, self.ranks.device)
@@ -119,6 +124,8 @@ class RankTrainer:
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
             was_wrapped = self.forward not in (None, self.model)
+            if isinstance(self.forward, Sharded):
+                self.forward.close()
             self.forward, self._rehearsed = None, False
             if was_wrapped:
                 gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
@@ -126,8 +133,14 @@ class RankTrainer:
             in_fp32_here = self.ranks.world_size == 1 and not _has_bf16_gradients(self.config)
             if in_fp32_here and isinstance(self.model, Transformer):
                 self.model.add_gradients_in_place()
-            # DDP wants gradients of the parameters' dtype
-            self.forward = self.model if _has_bf16_gradients(self.config) else wrap(self.model, self.ranks, compiled)
+            if self.shares:
+                whole = guest_parameters(self.model) if isinstance(self.model, Transformer) else ()
+                dtype = torch.bfloat16 if _has_bf16_gradients(self.config) else torch.float32
+                self.forward = Sharded(self.model, self.ranks, whole, dtype)
+            elif _has_bf16_gradients(self.config):  # DDP wants gradients of the parameters' dtype
+                self.forward = self.model
+            else:
+                self.forward = wrap(self.model, self.ranks, compiled)
 
     def train_step(self, batch: Batch, should_drop: ShouldDrop = never) -> StepResult | None:
         """One inner step on the whole peer's `batch`, of which this rank computes its share.
@@ -155,8 +168,8 @@ class RankTrainer:
             self._clear_gradients(self.forward)
             restore_random_state(self.ranks.device, random)
         if finite:
-            self._update(norm_value, lr)
-        self.gradient_bytes = gradient_bytes(self.model)
+            self._update(self.forward, norm_value, lr)
+        self.gradient_bytes = sum(one.nbytes for one in self._gradients(self.forward))
         self._clear_gradients(self.forward)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm_value, lr, seconds, not finite, counts)
@@ -172,14 +185,38 @@ class RankTrainer:
         if summed is None:
             return None
         sums, count_LE = summed
-        if _has_bf16_gradients(self.config) and self.ranks.world_size > 1:
+        if isinstance(forward, Sharded):
+            forward.finish()
+        elif _has_bf16_gradients(self.config) and self.ranks.world_size > 1:
             average_gradients(self.model, self.ranks)
-        norm = gradient_norm(self.model).double() / scale * (self.ranks.rank == 0)
-        return totals_of(self.ranks, sums, norm, count_LE, batch)
+        counted = self._gradients(forward) if self.ranks.rank == 0 else []
+        norm = gradient_norm(forward.counted() if isinstance(forward, Sharded) else counted)
+        square = (norm.double() / scale).square().to(self.ranks.device)
+        return totals_of(self.ranks, sums, square, count_LE, batch)
+
+    def _gradients(self, forward: nn.Module) -> list[Tensor]:
+        """Those that this rank steps with."""
+        return forward.gradients() if isinstance(forward, Sharded) else gradients_of(self.model)
 
     def _clear_gradients(self, forward: nn.Module) -> None:
         """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
-        self.model.zero_grad(set_to_none=forward is self.model)
+        if isinstance(forward, Sharded):
+            forward.clear()
+        else:
+            self.model.zero_grad(set_to_none=forward is self.model)
+
+    def clear_gradients(self) -> None:
+        """Drops what a trial has made."""
+        self._clear_gradients(self.forward or self.model)
+
+    def whole_moments(self, group: Group, name: str) -> Stored:
+        """Moments of a tensor: the very ones, or where ranks share them a copy in host memory on rank 0.
+
+        All ranks that share moments call it.
+        """
+        if not self.shares:
+            return group.moments[name]
+        return whole_moments(self.ranks, group.tensors[name].shape, group.moments[name])
 
     def _prepare(self, forward: nn.Module, batch: Batch) -> None:
         """Before the first gradient after a change of columns: moments are made while there are no activations yet."""
@@ -233,7 +270,7 @@ class RankTrainer:
         self.config = after.applied(self.config)
         if isinstance(self.model, Transformer):
             self.model.config = self.config.model
-        self._clear_gradients(self.forward or self.model)
+        self.clear_gradients()
         gc.collect()
         forget_peak(self.ranks.device)
         return ", ".join(after.changes(before))
@@ -264,11 +301,15 @@ class RankTrainer:
             for name, parameter in group.tensors.items():
                 yield group, name, parameter.detach()
 
-    def _update(self, norm: float, lr: float) -> None:
+    def _update(self, forward: nn.Module, norm: float, lr: float) -> None:
         self.is_updating = True
-        clip_gradients(self.model, norm, self.config.optimizer.grad_clip, self.loss_scale.value)
+        clip_gradients(self._gradients(forward), norm, self.config.optimizer.grad_clip, self.loss_scale.value)
         self.loss_scale.note_good()
-        self.optimizer.step(lr)
+        if isinstance(forward, Sharded):
+            self.optimizer.step(lr, forward.gradient)
+            forward.fetch()
+        else:
+            self.optimizer.step(lr)
         self.model.refresh()
         self.round_steps += 1
         self.is_updating = False
@@ -283,15 +324,17 @@ def _as_it_is() -> AbstractContextManager[object]:
 
 
 def totals_of(
-    ranks: Ranks, sums: Tensor, norm: Tensor, count_LE: Tensor, batch: Batch
+    ranks: Ranks, sums: Tensor, square: Tensor, count_LE: Tensor, batch: Batch
 ) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]]:
-    """(cross entropy, load balancing, router z, output z) of the whole peer, gradient norm of rank 0, assignments.
+    """(cross entropy, load balancing, router z, output z) of the whole peer, gradient norm, assignments.
 
-    All in one tensor, so that the host waits for the device once. The ranks' gradients are equal to the bit, but a
-    norm is a sum whose order may depend on the thread count.
+    `square`: of the norm of the gradients that this rank stands for: all of rank 0's, or each rank's rows. All in one
+    tensor, so that the host waits for the device once. Whole gradients are equal to the bit at all ranks, but a norm is
+    a sum whose order may depend on the thread count.
     """
-    totals = sum_over_ranks(ranks, torch.cat((sums, norm.view(1), count_LE.flatten())))
-    cross_entropy, output_z, load_balancing, router_z, norm_value, *flat = totals.tolist()
+    totals = sum_over_ranks(ranks, torch.cat((sums, square.view(1), count_LE.flatten())))
+    cross_entropy, output_z, load_balancing, router_z, square_value, *flat = totals.tolist()
+    norm_value = math.sqrt(square_value)
     sequences, counted = len(batch.tokens), max(1, int(batch.loss_mask.sum()))
     losses = cross_entropy / counted, load_balancing / sequences, router_z / sequences, output_z / counted
     width = count_LE.shape[1]

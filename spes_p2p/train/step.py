@@ -24,6 +24,7 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.model.losses import LossParts
 from spes_p2p.train.ddp import Ranks, agreed
+from spes_p2p.train.zero import Sharded
 
 ShouldDrop = Callable[[float], bool]
 """Asked between two micro-batches with the share of them that is done: whether to give the step up."""
@@ -99,10 +100,11 @@ def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
     should_drop: ShouldDrop = never,
     loss_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor] | None:
-    """Adds up the gradient, times `loss_scale`, over all micro-batches; `forward` is the model, or DDP around it.
+    """Adds up the gradient, times `loss_scale`, over all micro-batches.
 
-    Without `exchange` each rank keeps its own, whatever happens to the others. None, with a part of the gradient left
-    behind, where rank 0's `should_drop` said so; then no rank has begun to exchange.
+    `forward` is the model, or what ranks have around it. Without `exchange` each rank keeps its own, whatever happens
+    to the others. None, with a part of the gradient left behind, where rank 0's `should_drop` said so; then no rank has
+    begun to exchange what belongs to the next micro-batch.
     Returns this rank's sums, fp64 on the device: [4], cross entropy and output z-loss times counted sequences,
     load balancing and router z-loss times sequences; and [L, E], the assignments of each expert in each layer.
     """
@@ -112,7 +114,7 @@ def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
     for index, micro in enumerate(parts):
         if exchange and index and agreed(ranks, should_drop(index / len(parts))):
             return None
-        with _sync_gradients(forward, exchange and index == len(parts) - 1):
+        with _sync_gradients(forward, exchange and (index == len(parts) - 1 or isinstance(forward, Sharded))):
             with autocast(ranks.device):
                 factors = owned_balance_factor, micro.head_factor, micro.weight * loss_scale
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, *factors)
@@ -135,6 +137,6 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def _sync_gradients(forward: nn.Module, exchange: bool) -> AbstractContextManager[object]:
-    """Ranks exchange gradients once a step, in the backward pass of the last micro-batch."""
+    """Ranks exchange gradients once a step, in the backward pass of the last micro-batch; shared ones in each."""
     no_sync = getattr(forward, "no_sync", None)
     return nullcontext() if exchange or no_sync is None else no_sync()

@@ -148,7 +148,7 @@ class Trainer:
             return None
         _, total = free_and_total_bytes(self._ranks.device)
         column_values, options = self._rank.layout.model_blocks[-1].size, Options.of(self.config)
-        return columns_by_experience(len(self.owned), spare, total, column_values, options)
+        return columns_by_experience(len(self.owned), spare, total, column_values, options, self._ranks.world_size)
 
     def adopt(
         self,
@@ -267,7 +267,8 @@ class Trainer:
     def moments(self, column: int) -> Moments:
         """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
         self.wake()
-        return read_moments(self._rank, column)
+        with self._command("moments", column=column):
+            return read_moments(self._rank, column)
 
     def take_moments(self, column: int, moments: Moments) -> None:
         """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
@@ -285,10 +286,11 @@ class Trainer:
     def private_state(self) -> dict[str, Any]:
         """What must be saved beside the committed state to go on exactly: a tree with the tensors that are trained.
 
-        No copies: whoever keeps it beyond the next step or `adopt` must make them.
+        No copies, but for moments that ranks share: whoever keeps it beyond the next step or `adopt` must make them.
         """
         self.wake()
-        return private_state(self._rank)
+        with self._command("private_state"):
+            return private_state(self._rank)
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved `private_state`; adopt the committed state of that time first (foreign experts).

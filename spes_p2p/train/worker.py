@@ -30,9 +30,9 @@ from spes_p2p.locks import Scratch
 from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
-from spes_p2p.train.moments import take_moments
+from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.pace import take_fastest_micro_batch
-from spes_p2p.train.private import load_private_state
+from spes_p2p.train.private import load_private_state, private_state
 from spes_p2p.train.rank import RankTrainer, value_hashes
 from spes_p2p.train.trainer import unpacked
 from spes_p2p.train.watchdog import Watchdog
@@ -101,6 +101,8 @@ _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
+    "moments": lambda trainer, arguments: read_moments(trainer, **arguments),
+    "private_state": lambda trainer, arguments: private_state(trainer),
     "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
     "take_fastest": lambda trainer, arguments: _take_fastest(trainer, **arguments),
     "value_hashes": lambda trainer, arguments: value_hashes(trainer),

@@ -6,13 +6,16 @@ alone, SwiGLU makes nothing but its results, the softmax of the loss nothing at 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spes_p2p.experts import swiglu
 from spes_p2p.model import output_loss
@@ -20,6 +23,8 @@ from spes_p2p.model.layers import RMSNorm, compute_dtype
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.memory import BUFFERS, HEAD, LAST, OPTIMIZER, Workload, predict
 from spes_p2p.planning.sizes import Sizes
+from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.zero import Sharded
 from tests.model.tiny import init_normal_
 from tests.planning.runs import run_named
 
@@ -77,13 +82,14 @@ def peak_bytes(work: Workload) -> int:
     init_normal_(model, seed=0)
     if work.adds_in_place:
         model.add_gradients_in_place()
+    called: Any = model if work.shares == 1 else Sharded(model, Ranks(0, work.ranks), (), torch.float32)
     tokens = torch.randint(0, work.model.vocab_size, (work.sequences, work.sequence_length))
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = model(tokens).total
+                loss = called(tokens).total
             loss.backward()
             tracker.reset_mod_stats()
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
@@ -105,3 +111,25 @@ def test_the_peak_of_a_step_is_what_was_predicted(
     predicted = memory.allocated - memory.parts[OPTIMIZER] - memory.parts[BUFFERS] - moments
     assert memory.moment == moment
     assert predicted == pytest.approx(peak_bytes(work), rel=0.04)
+
+
+@pytest.fixture
+def _nobody_else() -> Iterator[None]:
+    """Ranks that answer at once, without having been started."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("owned", "vocabulary", "moment"), [(8, 500, LAST), (2, 20_000, HEAD)])
+@pytest.mark.usefixtures("_kernels", "_nobody_else")
+def test_the_peak_of_a_rank_that_shares_gradients_is_what_was_predicted(
+    owned: int, vocabulary: int, moment: str
+) -> None:
+    shape = (*SHAPE, f"model.vocab_size={vocabulary}", "optimizer.batch_sequences=32", "optimizer.sharding=zero2")
+    work = Workload.of(run_named("tiny", *shape), owned, ranks=4)
+    memory = predict(work)
+    assert memory.moment == moment
+    assert memory.allocated - memory.parts[OPTIMIZER] - memory.parts[BUFFERS] == pytest.approx(
+        peak_bytes(work), rel=0.05
+    )

@@ -206,10 +206,13 @@ def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Pa
     assert all(np.array_equal(after[column].values, again[column].values) for column in FOREIGN)
 
 
-@pytest.mark.parametrize("micro", [8, 2])
-def test_two_ranks_are_one_guest(micro: int) -> None:
+@pytest.mark.parametrize(("micro", "sharding"), [(8, "none"), (2, "none"), (2, "zero2")])
+def test_two_ranks_are_one_guest(micro: int, sharding: str) -> None:
     config = guest_config(
-        f"optimizer.micro_batch_sequences={micro}", "optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3"
+        f"optimizer.micro_batch_sequences={micro}",
+        "optimizer.load_balancing_weight=0.0",
+        "optimizer.eps=1e-3",
+        f"optimizer.sharding={sharding}",
     )
     one = guest(config)
     with LocalRanks(2, CPU) as ranks:
