@@ -3,6 +3,10 @@
 
     python scripts/make_error_docs.py
 
+Each error with a fix has a code, kept in spes_p2p/cli/error_codes.json, unless nearly all of it is filled in.
+One whose words have changed keeps its code, where most of them are the same; else it gets a new one, and the old code
+is never given again. Who rewords an error altogether changes its text there, too.
+
 What is filled in at run time stands in angle brackets. Left out are warnings whose text is not made where the event is;
 what people wrote on the page has some of them. The tests compare the page with what this makes of the source.
 """
@@ -10,15 +14,21 @@ what people wrote on the page has some of them. The tests compare the page with 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 REFUSALS = ROOT / "docs" / "refusals.md"
 """Errors without a fix: for those who change the program."""
+CODES = ROOT / "spes_p2p" / "cli" / "error_codes.json"
+ALIKE = 0.7
+"""An error whose text is at least so similar to one that has gone is the same error (1: equal)."""
+FEWEST_LETTERS = 6
 BEGIN = "<!-- made by scripts/make_error_docs.py -->"
 BASE = "SpesError"
 WARNINGS = {"Warning": 0, "Notice": 1}
@@ -196,32 +206,62 @@ def _word(node: ast.AST) -> str:
             return "value"
 
 
+def codes(texts: Iterable[str], before: dict[str, str]) -> dict[str, str]:
+    """Code to text, for all of `texts` and for what had a code `before`; `<>` stands for what is filled in."""
+    known, now = dict(before), dict.fromkeys(map(shape, texts))
+    wanted = [text for text in now if text not in set(known.values())]
+    gone = {code: text for code, text in known.items() if text not in now}
+    for text in wanted:
+        alike = {code: SequenceMatcher(None, text, old, autojunk=False).ratio() for code, old in gone.items()}
+        best = max(alike, key=alike.__getitem__, default="")
+        if not best or alike[best] < ALIKE:
+            best = f"E{1 + max((int(code[1:]) for code in known), default=100)}"
+        known[best] = text
+        gone.pop(best, None)
+    return known
+
+
+def shape(text: str) -> str:
+    """What all errors say that are made there, in one line."""
+    return re.sub(r"<[^<>]*>", "<>", " ".join(text.split()))
+
+
 def render() -> dict[Path, str]:
-    """The pages: what people wrote of each, and the lists."""
+    """The pages: what people wrote of each, and the lists; and the file of codes."""
     found = messages()
     errors = [one for one in found if one.kind not in WARNINGS]
+    shown = [one.text for one in errors if one.fix and len(re.findall("[A-Za-z]", shape(one.text))) >= FEWEST_LETTERS]
+    by_code = codes(shown, json.loads(CODES.read_text()) if CODES.exists() else {})
+    code_of = {text: code for code, text in by_code.items()}
     lists = {
         PAGE: [
-            *_list("Every error", [one for one in errors if one.fix]),
+            *_list("Every error", [one for one in errors if one.fix], code_of),
             *("", "Those that are reasons inside of others are in [refusals](refusals.md)."),
             *_list("Most warnings", [one for one in found if one.kind in WARNINGS]),
         ],
         REFUSALS: _list("Every refusal", [one for one in errors if not one.fix]),
     }
     written = {page: page.read_text().partition(BEGIN)[0] for page in lists}
-    return {page: "\n".join([f"{written[page]}{BEGIN}", *lines]) + "\n" for page, lines in lists.items()}
+    pages = {page: "\n".join([f"{written[page]}{BEGIN}", *lines]) + "\n" for page, lines in lists.items()}
+    return pages | {CODES: json.dumps(by_code, indent=0, ensure_ascii=False) + "\n"}
 
 
-def _list(title: str, chosen: list[Message]) -> list[str]:
-    """A table for each area."""
+def _list(title: str, chosen: list[Message], code_of: dict[str, str] | None = None) -> list[str]:
+    """A table for each area; with the codes of the messages where there are any."""
     lines = ["", f"## {title}"]
     has_fix = any(one.fix for one in chosen)
     for area in dict.fromkeys(one.area for one in chosen):
         lines += ["", f"### {title.split()[1].replace('ies', 'y').rstrip('s').capitalize()}s: {area}", ""]
-        lines += ["| message | fix |", "| --- | --- |"] if has_fix else ["| message |", "| --- |"]
+        heads = [*(["code"] if code_of else []), "message", *(["fix"] if has_fix else [])]
+        lines += [_row(heads), _row(["---"] * len(heads))]
         for one in (one for one in chosen if one.area == area):
-            lines.append(f"| {_cell(one.text)} | {_cell(one.fix)} |" if has_fix else f"| {_cell(one.text)} |")
+            cells = [_cell(one.text), *([_cell(one.fix)] if has_fix else [])]
+            lines.append(_row([code_of.get(shape(one.text), ""), *cells] if code_of else cells))
     return lines
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(text: str) -> str:

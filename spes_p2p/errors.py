@@ -1,6 +1,6 @@
 """The error tree of the project: every error that a user can meet, each with the fix.
 
-A known error carries what was wrong (with the value) and how to fix it; the CLI prints both on one line, without a
+A known error carries what was wrong (with the value) and how to fix it; the CLI prints both, without a
 traceback. Any other exception is a bug of ours and keeps its traceback.
 
     SpesError

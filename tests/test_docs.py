@@ -171,6 +171,6 @@ def test_every_error_and_warning_is_in_the_documentation() -> None:
     pages = script["render"]()
     for page, text in pages.items():
         assert text == text_of(page), "run: python scripts/make_error_docs.py"
-    lists = [text.partition(script["BEGIN"])[2] for text in pages.values()]
+    lists = [text.partition(script["BEGIN"])[2] for page, text in pages.items() if page.suffix == ".md"]
     assert [len(re.findall(r"^\|", text, re.M)) > 150 for text in lists] == [True, True]
     assert not re.search(r"^\| .* \|  \|$", "".join(lists), re.M), "an error without a fix"

@@ -1,4 +1,4 @@
-"""The `spes-p2p` program: registers the commands and turns known errors into one line.
+"""The `spes-p2p` program: registers the commands and turns known errors into two lines.
 
 What a command does stands in its own module; those import nothing heavy at their top, so that `spes-p2p --help` answers
 at once.
@@ -122,14 +122,14 @@ def _program(
 
 
 def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A known error is one line and exit code 1 or 3, Ctrl-C is 130; anything else is a bug and keeps its traceback."""
+    """A known error is two lines and exit code 1 or 3, Ctrl-C is 130; any other is a bug and keeps its traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
         except SpesError as error:
-            typer.echo(error_line(error), err=True)
+            typer.echo(error_lines(error), err=True)
             raise typer.Exit(EXIT_PERMANENT if isinstance(error, PermanentError) else 1) from error
         except (KeyboardInterrupt, Stopped) as interrupt:
             raise typer.Exit(INTERRUPTED) from interrupt
@@ -137,10 +137,13 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def error_line(error: SpesError) -> str:
-    """`error: what was wrong / fix: what mends it`, in one line."""
-    text = f"error: {error}" + (f" / fix: {error.fix}" if error.fix else "")
-    return " ".join(text.split())
+def error_lines(error: SpesError) -> str:
+    """What was wrong, with its code, and on a line of its own what mends it."""
+    from spes_p2p.cli.error_codes import code_of
+
+    code = code_of(str(error)) if error.fix else None
+    lines = [f"Error {code}: {error}" if code else f"Error: {error}", *([f"Fix: {error.fix}"] if error.fix else [])]
+    return "\n".join(" ".join(line.split()) for line in lines)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -20,15 +21,15 @@ NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcE
 
 
 def refused(answer: Answer, *words: str, code: int = 1) -> None:
-    """It ended with one error line that has all these words, in this order."""
+    """It ended with one error, which has a code, and one fix: they have all these words, in this order."""
     assert answer.exit_code == code, answer
-    lines = [line for line in answer.errors.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, answer
-    assert " / fix: " in lines[0]
+    assert len(re.findall(r"^Error E\d{3}: ", answer.errors, re.M)) == 1, answer
+    assert len(re.findall(r"^Fix: ", answer.errors, re.M)) == 1, answer
+    said = answer.errors[answer.errors.index("Error E") :]
     at = 0
     for word in words:
-        assert word in lines[0][at:], (word, lines[0])
-        at += lines[0][at:].index(word) + len(word)
+        assert word in said[at:], (word, said)
+        at += said[at:].index(word) + len(word)
 
 
 @pytest.fixture

@@ -33,14 +33,14 @@ def test_commands_run_with_their_own_arguments() -> None:
     assert (result.exit_code, result.stdout) == (0, "hello anna\nhello anna\n")
 
 
-def test_known_error_is_one_line_and_exit_code_1() -> None:
+def test_known_error_is_two_lines_and_exit_code_1() -> None:
     result = CliRunner().invoke(SAMPLE, ["known"])
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "error: x is 3 / fix: make it 2\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "Error: x is 3\nFix: make it 2\n")
 
 
 def test_what_no_restart_mends_has_a_code_of_its_own() -> None:
     result = CliRunner().invoke(SAMPLE, ["lasting"])
-    assert (result.exit_code, result.stderr) == (3, "error: run x is over / fix: join another\n")
+    assert (result.exit_code, result.stderr) == (3, "Error: run x is over\nFix: join another\n")
 
 
 def test_interrupt_exits_130_without_a_traceback() -> None:

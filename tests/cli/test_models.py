@@ -44,5 +44,5 @@ def test_export_says_what_is_wrong(arguments: tuple[str, ...], message: str, tmp
     answer = spes_p2p("export", "--output", str(tmp_path / "out"), *arguments)
     assert answer.exit_code == 1
     assert message in answer.errors
-    assert " / fix: " in answer.errors
+    assert "\nFix: " in answer.errors
     assert list(tmp_path.iterdir()) == []

@@ -75,14 +75,14 @@ def test_a_file_of_ones_own(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu-memory", "24"), "--gpu-memory '24' is not an amount of memory / fix: write it as 24GiB"),
-        (("--uplink", "20MB"), "--uplink '20MB' is not a link speed / fix: write it as 20Mbit"),
+        (("--gpu-memory", "24"), "--gpu-memory '24' is not an amount of memory\nFix: write it as 24GiB"),
+        (("--uplink", "20MB"), "--uplink '20MB' is not a link speed\nFix: write it as 20Mbit"),
         (("--gpu", "RTX409"), "did you mean RTX4090?"),
         (("--experts-per-peer", "99"), "--experts-per-peer is 99, but the run has"),
-        (("model.layers=3",), "unknown key model.layers / fix: did you mean model.num_layers?"),
+        (("model.layers=3",), "unknown key model.layers\nFix: did you mean model.num_layers?"),
     ],
 )
-def test_mistakes_are_one_line_with_a_fix(arguments: tuple[str, ...], words: str) -> None:
+def test_mistakes_are_told_with_a_fix(arguments: tuple[str, ...], words: str) -> None:
     assert words in refusal("--config", "tiny", *arguments)
 
 

@@ -82,23 +82,23 @@ MAIN = "from spes_p2p.cli.main import main; main()"
         (
             "import sys; sys.modules['uvicorn'] = None\n" + MAIN,
             ("dashboard", "--replay", "x"),
-            "the dashboard needs the package uvicorn, which is not installed / fix: install it with scripts/venv.sh ",
+            "the dashboard needs the package uvicorn, which is not installed\nFix: install it with scripts/venv.sh ",
         ),
-        (MAIN, ("dashboard", "--replay", "x"), "x does not exist / fix: give the metrics.jsonl of a peer"),
+        (MAIN, ("dashboard", "--replay", "x"), "x does not exist\nFix: give the metrics.jsonl of a peer"),
         (MAIN, ("dashboard",), "no invitation was given, and dashboard.sqlite does not exist"),
         (MAIN, ("dashboard", "--host", "192.0.2.1"), "the page cannot be served at 192.0.2.1 port 8080"),
         (
             MAIN,
             ("dashboard", "--replay", "x", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm"),
-            "--replay shows a past run, but an invitation a live one / fix: give only one of the two",
+            "--replay shows a past run, but an invitation a live one\nFix: give only one of the two",
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path: Path, code: str, words: tuple[str, ...], error: str) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, code: str, words: tuple[str, ...], error: str) -> None:
     root = Path(__file__).parents[2]
     done = program(f"import sys; sys.path.insert(0, {str(root)!r})\n{code}", *words, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert f"error: {error}" in done.stderr
+    assert f": {error}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
