@@ -142,7 +142,7 @@ class MemoryPeer:
 
 
 class MemoryTransport:
-    """The Transport of one MemoryPeer."""
+    """The Transport of one MemoryPeer. More than 20 methods, since the port has so many."""
 
     def __init__(self, network: MemoryNetwork, owner: MemoryPeer, limits: StreamLimits) -> None:
         self._network, self._owner, self._limits = network, owner, limits

@@ -90,7 +90,10 @@ class OwnAddresses:
 
 
 class HivemindTransport:
-    """The Transport of one peer; `attach` before use, and again to every daemon that takes the place of another."""
+    """The Transport of one peer; `attach` before use, and again to every daemon that takes the place of another.
+
+    More than 20 methods, since the port has so many.
+    """
 
     def __init__(self, p2p: P2P, limits: StreamLimits, daemon_ended: asyncio.Event) -> None:
         self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
