@@ -64,7 +64,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(gate_up: Tensor, weight: Tensor) -> Tensor:
         return gate_up.chunk(2, dim=1)[0].clone()
 
-    def backward(d_hidden: Tensor, gate_up: Tensor, weight: Tensor) -> swiglu.Gradients:
+    def backward(d_hidden: Tensor, gate_up: Tensor, weight: Tensor, end: Tensor) -> swiglu.Gradients:
         return swiglu.Gradients(torch.zeros_like(d_hidden), torch.zeros_like(gate_up), torch.zeros_like(weight))
 
     def losses(logits: Tensor, *rest: Any) -> Tensor:
