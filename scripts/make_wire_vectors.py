@@ -48,7 +48,7 @@ from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
 from spes_p2p.swarm.vitals import PeerWarning
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.organiser_words import Ending
-from spes_p2p.sync.receipts import Receipt, Tally
+from spes_p2p.sync.receipts import Receipt, Witness
 from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
@@ -56,7 +56,7 @@ SENT = (
     Status, Plan, Report, Accusation, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote,
     Choice, Manifest, Commit, Envelope, PackedRequest,
     *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending, DecayOrder,
-    Tally, Receipt,
+    Witness, Receipt,
 )  # fmt: skip
 PEERS = tuple(PeerId(f"Qm{letter * 44}") for letter in "abc")
 LEASES = Leases(12, ((0, 2),), ((PEERS[0], ((4, 8), (10, 12))),))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import msgpack
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
 from spes_p2p.config.load import bundled_config, config_from_text
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.messages import Commit, Seal
 from spes_p2p.data.manifest import Manifest as DataManifest
 from spes_p2p.data.pieces import Catalogue
@@ -37,10 +38,10 @@ from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.organiser_words import Words, ending
 from spes_p2p.sync.organiser_words import checked as checked_words
 from spes_p2p.sync.plain import pack_plain, unpack_plain
-from spes_p2p.sync.receipts import Receipt, check_receipt
+from spes_p2p.sync.receipts import Receipt, Shown, Witness, check_receipt
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
-from tests.sync.chains import MadeRun
+from tests.sync.chains import A, MadeRun
 
 MAKER = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "make_wire_vectors.py"))
 PEERS, SENT, LEASES, change = MAKER["PEERS"], MAKER["SENT"], MAKER["LEASES"], MAKER["change"]
@@ -135,10 +136,10 @@ def _chains() -> dict[str, Target]:
     genesis, child = pack(before), pack(run.certified(run.child(before.manifest, sha256(b"state 1"), sha256(b"wire"))))
 
     def follow(data: bytes) -> None:
-        check_links((unpack(Commit, data),), before, run.info, run.rules, _Believing().verify)
+        check_links((unpack(Commit, data),), before, EMPTY, run.info, run.rules, _Believing().verify)
 
     def first(data: bytes) -> None:
-        check_links((unpack(Commit, data),), None, run.info, run.rules, _Believing().verify)
+        check_links((unpack(Commit, data),), None, EMPTY, run.info, run.rules, _Believing().verify)
 
     def on_disk(data: bytes) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -161,9 +162,13 @@ def _chains() -> dict[str, Target]:
 
 
 def _receipt(run: MadeRun) -> Receipt:
-    tally = replace(examples()["Tally"], fingerprint=run.info.fingerprint, round=9, rounds=5, tokens=7, run_tokens=8)
-    signed = run.sealer(run.info.organiser).seal(tally)
-    return Receipt(run.info, None, tally, (Seal(signed.author, signed.public_key, signed.signature),))
+    commit = run.chain(3)[-1]
+    ledger, shown = run.ledger_of(commit.manifest), Shown.of(commit.manifest)
+    proof = ledger.proof_of(A)
+    assert proof is not None
+    signed = run.sealer(run.info.organiser).seal(Witness(run.info.fingerprint, shown.round, shown.name))
+    seal = Seal(signed.author, signed.public_key, signed.signature)
+    return Receipt(run.info, None, shown, ledger.of(A), proof, None, (seal,))
 
 
 def _texts() -> dict[str, Target]:

@@ -23,7 +23,7 @@ def receipt(
     ] = Path("peer"),
     fingerprint: Fingerprint = None,
 ) -> None:
-    """Gets a receipt of the work that a run has counted of a peer, or checks one: that takes no network.
+    """Makes a receipt of the work that a run has counted of a peer, or checks one: that takes no network.
 
     With an invitation or --fingerprint, a receipt of any other run is refused.
 
@@ -67,11 +67,12 @@ def _checked(path: Path, fingerprint: str | None) -> Receipt:
 
 def receipt_text(receipt: Receipt) -> str:
     """What it says, in a few lines."""
-    info, tally = receipt.info, receipt.tally
-    signers = ", ".join("its organiser" if seal.peer == info.organiser else seal.peer for seal in receipt.seals)
-    share = 100 * tally.tokens / max(1, tally.run_tokens)
+    info, shown, account = receipt.info, receipt.manifest, receipt.account
+    signers = ", ".join("its organiser" if peer == info.organiser else peer for peer in receipt.signers)
+    share = 100 * account.tokens / max(1, shown.tokens)
     return (
-        f"run {info.run_id} with fingerprint {info.fingerprint.hex()} has counted of {tally.peer}:\n"
-        f"  {tally.tokens:,} tokens ({share:.1f}% of the run's) and {tally.steps:,} steps, in {tally.rounds:,} rounds "
-        f"of {tally.round:,}\n  up to manifest {tally.head.hex()[:16]}, signed by {signers}"
+        f"run {info.run_id} with fingerprint {info.fingerprint.hex()} has counted of {account.peer}:\n"
+        f"  {account.tokens:,} tokens ({share:.1f}% of the run's) and {account.steps:,} steps, in "
+        f"{account.rounds:,} rounds of {shown.round:,}\n  by the ledger of manifest {shown.name.hex()[:16]}, "
+        f"signed by {signers}"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from spes_p2p.consensus.actions import Build
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Merge
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import (
@@ -163,9 +164,13 @@ class BytesMoved:
 
 @dataclass(frozen=True)
 class CommitApplied:
-    """`commit` is the committed state here, whether voted or caught up with."""
+    """`commit` is the committed state here, whether voted or caught up with.
+
+    `ledger`: up to there; None where it is the child of our tip, whose ledger we derive.
+    """
 
     commit: Commit
+    ledger: Ledger | None = None
     placed: Placed = ()
 
 
@@ -177,6 +182,7 @@ class HistorySwitched:
     """
 
     commit: Commit
+    ledger: Ledger
     incarnation: int
     placed: Placed = ()
 

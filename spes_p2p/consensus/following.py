@@ -7,6 +7,7 @@ from spes_p2p.consensus.actions import (
     CatchUp,
 )
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.messages import (
     Commit,
@@ -109,8 +110,8 @@ class Following:
             piece.key in self._state.round.failed for piece in commit.manifest.slices
         )
 
-    def applied(self, commit: Commit, now: float) -> None:
-        """`commit` is the committed state here, whether voted or caught up with."""
+    def applied(self, commit: Commit, ledger: Ledger | None, now: float) -> None:
+        """`commit` is the committed state here, whether voted or caught up with; `ledger`: see `CommitApplied`."""
         if commit.manifest.round > self._state.tip.round:
             if commit.manifest.parent == self._state.tip_hash and self._state.round.closed_at is not None:
                 trained = self._state.round.closed_at - self._state.round.started_at
@@ -118,15 +119,17 @@ class Following:
                     max(trained, self._state.round.work.seconds)
                 )  # some of it may have been made ahead
             self._own.commit = commit
+            self._state.ledger = self._state.ledger.after(commit.manifest.roster) if ledger is None else ledger
             self._lifecycle.enter(commit.manifest, now)
 
-    def switched(self, commit: Commit, incarnation: int, now: float) -> None:
+    def switched(self, commit: Commit, ledger: Ledger, incarnation: int, now: float) -> None:
         """Another history won: `commit` is the committed state here, in place of our rounds since they parted.
 
         `incarnation` is a new one where our earlier votes for the child of `commit` can not be stood by any more.
         """
         self._own.incarnation = incarnation
         self._own.commit = commit
+        self._state.ledger = ledger
         self._others.placed.clear()
         self._others.looked_at.clear()
         self._lifecycle.enter(commit.manifest, now)

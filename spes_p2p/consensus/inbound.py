@@ -244,7 +244,7 @@ class Inbound:
 
     def check_content(self, content: Content) -> None:
         """Raises RemoteProtocolError where a manifest is not what its statements make of our tip."""
-        check_content(self._rules, self._state.tip, content)
+        check_content(self._rules, self._state.tip, self._state.ledger, content)
 
     def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> bool:
         vote, current = signed.value, self._state.round

@@ -70,11 +70,11 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
 def _take_change(event: on.Event, parts: Parts, now: float) -> None:
     """Where we stand, or what we may and want to do, is another."""
     match event:
-        case on.CommitApplied(commit, placed):
+        case on.CommitApplied(commit, ledger, placed):
             parts.contacts.place(placed)
-            parts.following.applied(commit, now)
-        case on.HistorySwitched(commit, incarnation, placed):
-            parts.following.switched(commit, incarnation, now)
+            parts.following.applied(commit, ledger, now)
+        case on.HistorySwitched(commit, ledger, incarnation, placed):
+            parts.following.switched(commit, ledger, incarnation, now)
             parts.contacts.place(placed)
         case on.ForkRejected(tip_hash, look_again):
             parts.following.fork_rejected(tip_hash, look_again, now)

@@ -20,6 +20,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
 from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.intake import take
+from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import (
@@ -51,7 +52,8 @@ class Start:
     """What a peer begins with: mostly what it finds on its disk.
 
     `record` is what a restarted elector has bound itself to; `first_sequence` differs in each life of a peer, and
-    rises. `seeds` hear our statuses from the beginning. `secret`: what this peer draws follows from it.
+    rises. `seeds` hear our statuses from the beginning. `secret`: what this peer draws follows from it. `ledger`: up to
+    the tip.
     """
 
     incarnation: int
@@ -62,6 +64,7 @@ class Start:
     first_sequence: int = 0
     seeds: tuple[PeerId, ...] = ()
     secret: bytes = b""
+    ledger: Ledger = EMPTY
 
 
 class Consensus:
@@ -92,7 +95,7 @@ class Consensus:
         )  # fmt: skip
         others = Others(seeds=start.seeds, told_round=start.tip.round)
         round = RoundState(start.tip, name, new_vote(identity, start.tip), now, now)
-        core = cls(State(identity, pace, own, others, round, Liveness(now), next_heartbeat=now, last_event=now))
+        core = cls(State(identity, pace, own, others, round, start.ledger, Liveness(now), now, last_event=now))
         lifecycle = core._parts.lifecycle
         lifecycle.enter(start.tip, now)
         if start.record is not None and start.record.parent == name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 @dataclass(frozen=True, order=True)
@@ -73,6 +74,7 @@ class Manifest:
     """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
 
     `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
+    `ledger` is the root of what was counted of each peer up to here, this round included (see `Ledger`).
     `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
     the organiser's newest that a round has taken up, None where there is none yet. `banned` are those of whom a quorum
     of electors has said that they handed out what is no mean, sorted.
@@ -88,6 +90,7 @@ class Manifest:
     slices: tuple[Slice, ...]
     wire_root: Hash
     state_root: Hash
+    ledger: Hash
     merge: Merge | None
     members: tuple[Member, ...]
     ownership: Ownership
@@ -100,8 +103,17 @@ class Manifest:
 
 
 def manifest_hash(manifest: Manifest) -> Hash:
-    """The name of a manifest: SHA-256 of its packed bytes."""
-    return content_hash(manifest)
+    """The name of a manifest: SHA-256 over those of its packed fields, so that a few of them can be shown alone."""
+    known: Hash | None = manifest.__dict__.get("_content_hash")
+    if known is None:
+        known = name_by_fields([sha256(pack(getattr(manifest, name))) for name in Manifest.__dataclass_fields__])
+        object.__setattr__(manifest, "_content_hash", known)
+    return known
+
+
+def name_by_fields(hashes: Sequence[Hash]) -> Hash:
+    """The name of the manifest whose packed fields, in order, have these SHA-256."""
+    return sha256(pack(("Manifest", tuple(hashes))))
 
 
 def content_hash(value: Any) -> Hash:

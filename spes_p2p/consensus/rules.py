@@ -13,6 +13,7 @@ from typing import Literal
 
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.fragments import due_tiles
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import (
     WIRE_VERSION,
     Contribution,
@@ -163,7 +164,8 @@ class Outcome:
     """What the leader found in a round: the part of a manifest that is not derived.
 
     `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so. `roll`: whom the
-    organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it.
+    organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it. `ledger`:
+    the root of that of the child.
     """
 
     roster: tuple[Contribution, ...]
@@ -174,6 +176,7 @@ class Outcome:
     decay_steps: int = 0
     roll: Roll | None = None
     banned: tuple[PeerId, ...] = ()
+    ledger: Hash = EMPTY.root
 
 
 def child_manifest(
@@ -236,6 +239,7 @@ def _derived(
         slices=outcome.slices,
         wire_root=outcome.wire_root,
         state_root=outcome.state_root,
+        ledger=outcome.ledger,
         merge=outcome.merge,
         members=members,
         ownership=ownership,
@@ -270,6 +274,7 @@ def genesis_manifest(
         slices=(),
         wire_root=sha256(),
         state_root=state_root,
+        ledger=EMPTY.root,
         merge=None,
         members=first,
         ownership=assign(nobody(rules.num_columns), wishes, rules.target_replicas),
@@ -298,7 +303,7 @@ def renewed_manifest(
     allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
     named = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
     theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
-    outcome = Outcome((), (), sha256(), state_root, None, roll=roll, banned=parent.banned)
+    outcome = Outcome((), (), sha256(), state_root, None, roll=roll, banned=parent.banned, ledger=parent.ledger)
     return child_manifest(rules, parent, outcome, named, theirs)
 
 
@@ -307,16 +312,10 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     _check_roster(rules, parent, child.roster)  # first: the rest is derived from them
     _check_members(rules, parent, child)
     decay_steps = 0 if child.decay is None else child.decay.steps
-    outcome = Outcome(
-        child.roster,
-        child.slices,
-        child.wire_root,
-        child.state_root,
-        child.merge,
-        decay_steps,
-        child.roll,
-        child.banned,
-    )
+    outcome = Outcome(  # the ledger follows from more than the parent: see `check_ledger`
+        child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll,
+        child.banned, child.ledger,
+    )  # fmt: skip
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.electorate import Electorate
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import Admission, Roll, newest_roll
@@ -256,8 +257,8 @@ class RoundState:
 class State:
     """All that one peer knows. `electors` vote on the child of the tip, each in one incarnation.
 
-    `degraded_set` are those who make a degraded child with us, empty while a live quorum may be there. `out` are the
-    actions that the event at hand has led to so far.
+    `ledger` is what was counted up to the tip. `degraded_set` are those who make a degraded child with us, empty while
+    a live quorum may be there. `out` are the actions that the event at hand has led to so far.
     """
 
     identity: Identity
@@ -265,6 +266,7 @@ class State:
     own: Own
     others: Others
     round: RoundState
+    ledger: Ledger
     liveness: Liveness
     next_heartbeat: Moment
     last_event: Moment

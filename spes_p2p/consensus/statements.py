@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
 from spes_p2p.consensus.electorate import Electorate
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import (
     Contribution,
     Manifest,
@@ -114,9 +115,12 @@ def members_after(
 
 
 def content_of(
-    rules: RunRules, parent: Manifest, statements: Statements, state_root: Hash, merge: Merge | None
+    rules: RunRules, parent: Manifest, ledger: Ledger, statements: Statements, state_root: Hash, merge: Merge | None
 ) -> Content:
-    """The child of `parent` that follows from `statements`; those that it does not depend on are left out."""
+    """The child of `parent` that follows from `statements`; those that it does not depend on are left out.
+
+    `ledger`: up to `parent`.
+    """
     slices = tuple(signed.value.piece for signed in statements.reports)
     now = {signed.author: ready.value for signed in statements.statuses if (ready := ready_of(signed)) is not None}
     works = now | {signed.author: signed.value for signed in statements.ready}
@@ -131,7 +135,8 @@ def content_of(
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
-    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned)
+    root = ledger.after(roster).root
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
@@ -176,7 +181,7 @@ def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) 
     return order.author == rules.organiser and said.fingerprint == rules.fingerprint and 0 < said.steps < MAX_COUNT
 
 
-def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
+def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Content) -> None:
     """Raises RemoteProtocolError, saying what, where a manifest does not follow from the statements beside it.
 
     Signatures were checked before, and so was the manifest itself (see `check_child`).
@@ -193,7 +198,7 @@ def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
         if said.value.fingerprint != rules.fingerprint or not is_sane_intent(said.value.intent, rules.num_columns):
             raise RemoteProtocolError(f"{where}: the status of {said.author} is not of this run, or cannot be")
     _check_reports(manifest_hash(parent), statements, where)
-    again = content_of(rules, parent, statements, child.state_root, child.merge)
+    again = content_of(rules, parent, ledger, statements, child.state_root, child.merge)
     kept = again.statements
     if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll, kept.accusations) != (
         len(statements.ready), len(statements.statuses), statements.decay, statements.roll, statements.accusations,

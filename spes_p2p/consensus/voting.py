@@ -232,7 +232,8 @@ class Voting:
         others = self._state.others
         accusations = tuple(signed for some in others.evidence.values() for signed in some.values())
         statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations)
-        return content_of(self._rules, self._state.tip, statements, outcome.state_root, outcome.merge)
+        tip, ledger = self._state.tip, self._state.ledger
+        return content_of(self._rules, tip, ledger, statements, outcome.state_root, outcome.merge)
 
     def certify(self, now: float) -> bool:
         """Precommits of a quorum for one value are the commit, as soon as we know what it stands for."""

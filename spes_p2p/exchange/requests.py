@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import Hash
 from spes_p2p.wire import pack, unpack
 
 MAX_TILES_AT_ONCE = 64
@@ -122,10 +122,9 @@ class PiecesRequest:
 
 
 @dataclass(frozen=True)
-class TallyRequest:
-    """A signed sum of what was counted of a peer's work up to manifest `head`; the newest where `round` is negative."""
+class WitnessRequest:
+    """A signature that the history here has manifest `head` at `round`."""
 
-    peer: PeerId
     round: int
     head: Hash
 
@@ -141,12 +140,12 @@ Request = (
     | MomentsRequest
     | MomentsTaken
     | DataRequest
-    | TallyRequest
+    | WitnessRequest
 )
 RUN, CHAIN, VALUES, TILES, HASHES = "run", "chain", "values", "tiles", "hashes"
 _NAMES = (
     RUN, CHAIN, VALUES, TILES, HASHES, "wires", "moments", "moments taken", "catalogue", "sources", "pieces",
-    "tally",
+    "witness",
 )  # fmt: skip
 _TYPES = dict(zip(_NAMES, get_args(Request), strict=True))
 _NAME_OF = {kind: name for name, kind in _TYPES.items()}

@@ -229,7 +229,7 @@ def kept_history(folder: Path) -> list[HistoryLine]:
             f"{folder} holds no history of a run",
             fix="give the folder of a bootstrap node or of a peer, or an invitation to a live run",
         )
-    chain = Chain(path)
+    chain = Chain(path, mends=False)
     commits = [chain.commit(round) for round in range(chain.length)]
     return list(history(commits, [chain.received_at(round) for round in range(chain.length)]))
 

@@ -1,4 +1,4 @@
-"""Gets a receipt for the peer of a folder from the nodes of its run."""
+"""Makes a receipt for the peer of a folder, from its chain and what nodes of its run sign."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from spes_p2p.errors import ConfigError
 from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.folder import OWNER, RUN
+from spes_p2p.peer.folder import CHAIN, OWNER, RUN
 from spes_p2p.peer.kept_invite import kept_invite
 from spes_p2p.peer.options import JoinTarget, meeting
 from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
+from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.joining import find_and_load
-from spes_p2p.sync.receipts import fetch_receipt
+from spes_p2p.sync.receipts import make_receipt
 
 RECEIPT_FILE = "receipt.spes"
 ANSWER_SECONDS = 15.0
@@ -31,12 +32,13 @@ def get_receipt(output: Path) -> tuple[Path, bytes]:
         raise ConfigError(
             f"{output} holds no run of a peer ({error.strerror})", fix="give the folder of a peer with --output"
         ) from error
-    data = visit(run, lambda network: _fetch(network, run, peer))
+    chain = Chain(output / RUN / CHAIN, mends=False)
+    data = visit(run, lambda network: _make(network, run, chain, peer))
     path = output / RECEIPT_FILE
     write_whole(path, data)
     return path, data
 
 
-async def _fetch(network: HivemindNetwork, run: JoinTarget, peer: PeerId) -> bytes:
+async def _make(network: HivemindNetwork, run: JoinTarget, chain: Chain, peer: PeerId) -> bytes:
     info, _ = await find_and_load(network, run.run_id, run.fingerprint, ANSWER_SECONDS)
-    return await fetch_receipt(network, info, peer, ANSWER_SECONDS)
+    return await make_receipt(network, info, chain, peer, ANSWER_SECONDS)

@@ -136,7 +136,8 @@ class CatchUp:
         await self._in_thread(partial(self._append, part, before))
 
     def _append(self, part: Sequence[Commit], before: Commit | None) -> None:
-        check_links(tuple(part), before, self._info, self._rules, self._check)
+        ledger = self._chain.ledger(part[0].manifest.round - 1)
+        check_links(tuple(part), before, ledger, self._info, self._rules, self._check)
         for commit in part:
             self._chain.append(commit)
 
@@ -147,11 +148,12 @@ class CatchUp:
         """
         common = await self._last_common(holder, min(round, tip_round))
         parent = before = self._chain.commit(common)
+        ledger = self._chain.ledger(common)
         theirs: list[Commit] = []
         size = 0
         while part := await commits_from(self._transfers, holder, common + 1 + len(theirs)):
-            links = partial(check_links, part, before, self._info, self._rules, self._check)
-            await self._in_thread(links)
+            links = partial(check_links, part, before, ledger, self._info, self._rules, self._check)
+            ledger = await self._in_thread(links)
             theirs += part
             before = part[-1]
             size += sum(len(pack(commit)) for commit in part)

@@ -11,10 +11,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
+from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     Commit,
@@ -30,17 +32,30 @@ from spes_p2p.wire import pack, unpack
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")
 MOST_LEFT = 256
+LEDGER = "ledger"
+LEDGER_ROUNDS = 64
+"""The ledger is written once in so many rounds: a start counts those after it again."""
 _JOIN_AGAIN = "remove the run's folder and join again: everything but this peer's own moments is fetched"
+
+
+@dataclass(frozen=True)
+class KeptLedger:
+    """The ledger up to the manifest `head` of `round`."""
+
+    round: int
+    head: Hash
+    ledger: Ledger
 
 
 class CommitFiles:
     """The folder of a chain: a file a commit, by round, and a switch of the last of them that survives a crash."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mends: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._switch = directory / "switch"
-        self.end_switch()
+        if mends:
+            self.end_switch()
 
     def count(self) -> int:
         """How many commits there are. Raises StateError where one is missing in the middle."""
@@ -73,6 +88,17 @@ class CommitFiles:
     def write(self, commit: Commit) -> None:
         """Raises StorageFull."""
         write_whole(self._path(commit.manifest.round), pack(commit))
+
+    def kept_ledger(self) -> KeptLedger | None:
+        """None where none can be read: it is made again."""
+        try:
+            return unpack(KeptLedger, (self._directory / LEDGER).read_bytes())
+        except (OSError, RemoteProtocolError):
+            return None
+
+    def keep_ledger(self, ledger: KeptLedger) -> None:
+        """Raises StorageFull."""
+        write_whole(self._directory / LEDGER, pack(ledger))
 
     def remove(self, first: int, length: int) -> None:
         """The commits from round `first` on, of `length` in all; the last first, so that a crash leaves no gap."""
@@ -116,18 +142,23 @@ class Chain:
     """The commits of a run from genesis on, in `directory`. What is appended was checked before.
 
     Threads write one after the other: a commit may be heard of while it is fetched, too. Readers see the chain before
-    or after, never between.
+    or after, never between. The ledger up to the last of them is in memory, and now and then on disk; it follows from
+    the commits.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises StateError where a commit is damaged or missing in the middle."""
+    def __init__(self, directory: Path, mends: bool = True) -> None:
+        """`mends`: whether a switch that was broken off is ended; not by who looks at the chain of a running node.
+
+        Raises StateError where a commit is damaged or missing in the middle.
+        """
         self.directory = directory
-        self._files = CommitFiles(directory)
+        self._files = CommitFiles(directory, mends)
         self._writing = threading.Lock()
         self._lock = threading.RLock()
         self._length = self._files.count()
         self._newest: tuple[Commit, float] | None = None
         self._members = frozenset[PeerId]()
+        self._ledger = _ledger_on_disk(self._files, self._length)
         self._end_with(self._length)
 
     @property
@@ -174,6 +205,14 @@ class Chain:
         found = self.find(manifest.round + 1)
         return found.manifest if found is not None and found.manifest.parent == manifest_hash(manifest) else None
 
+    def ledger(self, round: int) -> Ledger:
+        """What is counted up to a round that is here; nothing at genesis, and before it."""
+        with self._lock:
+            found = self._ledger
+            for later in range(self._length - 1, round, -1):
+                found = found.before(self.commit(later).manifest.roster)
+            return found
+
     def received_at(self, round: int) -> float:
         """When the commit of a round that is here came: Unix seconds by the wall clock of that time."""
         with self._lock:
@@ -199,7 +238,10 @@ class Chain:
                 self._cut(round)
             self._files.write(commit)
             with self._lock:
+                self._ledger = self._ledger.after(commit.manifest.roster)
                 self._end_with(round + 1, commit)
+            if not (round + 1) % LEDGER_ROUNDS:
+                self._files.keep_ledger(KeptLedger(round, manifest_hash(commit.manifest), self._ledger))
 
     def switch(self, line: Sequence[Commit]) -> None:
         """Puts `line` in the place of everything from its first round on: wholly, also where a crash comes between.
@@ -209,12 +251,15 @@ class Chain:
         with self._writing:
             self._files.prepare_switch(line)
             with self._lock:
+                ledger = self.ledger(line[0].manifest.round - 1)
                 self._files.end_switch()
+                self._ledger = _counting(ledger, line)
                 self._end_with(line[-1].manifest.round + 1, line[-1])
 
     def _cut(self, round: int) -> None:
         with self._lock:
             before = self._length
+            self._ledger = self.ledger(round - 1)
             self._end_with(round)
             self._files.remove(round, before)
 
@@ -252,17 +297,42 @@ class Chain:
         return any(self.commit(at).manifest.parent == head for at in range(round, 0, -1))
 
 
+def _ledger_on_disk(files: CommitFiles, length: int) -> Ledger:
+    """The one that is kept, where it is of these commits, with what those after it count."""
+    found, first, kept = EMPTY, 0, files.kept_ledger()
+    is_known = kept is not None and 0 <= kept.round < length
+    if kept is not None and is_known and manifest_hash(files.parsed(kept.round).manifest) == kept.head:
+        found, first = kept.ledger, kept.round + 1
+    return _counting(found, (files.parsed(round) for round in range(first, length)))
+
+
+def _counting(ledger: Ledger, commits: Iterable[Commit]) -> Ledger:
+    for commit in commits:
+        ledger = ledger.after(commit.manifest.roster)
+    return ledger
+
+
 def check_links(
-    commits: tuple[Commit, ...], before: Commit | None, info: RunInfo, rules: RunRules, check: CheckSignature
-) -> None:
-    """Raises RemoteProtocolError unless each commit follows from the one before it (`before`, or genesis)."""
+    commits: tuple[Commit, ...],
+    before: Commit | None,
+    ledger: Ledger,
+    info: RunInfo,
+    rules: RunRules,
+    check: CheckSignature,
+) -> Ledger:
+    """The ledger up to the last of `commits`; `ledger` is that up to `before`, empty where they begin with genesis.
+
+    Raises RemoteProtocolError unless each commit follows from the one before it (`before`, or genesis).
+    """
     for commit in commits:
         if before is None:
             check_genesis(commit, info, check)
         else:
             check_child(rules, before.manifest, commit.manifest)
             check_certificate(before.manifest, commit.manifest, commit.certificate, check, rules.seals)
+        ledger = check_ledger(ledger, commit.manifest)
         before = commit
+    return ledger
 
 
 def wall_clock_microseconds() -> int:

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.forks import ForkDecision, parted_text, tokens_lost
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -44,6 +45,9 @@ class History(Protocol[S]):
     def has(self, name: Hash, round: int) -> bool: ...
 
     def commit_of(self, round: int) -> Commit: ...
+
+    def ledger(self, round: int) -> Ledger:
+        """What is counted up to a round of the chain."""
 
     @property
     def moving(self) -> AbstractAsyncContextManager[Any]:
@@ -219,13 +223,17 @@ class Committer(Generic[S]):
         self._notice(do.Notice("fork", f"{text} (the histories split after round {fork.common.round})", holder))
         self._votes.leave(self._core.state.record)  # again: it may have voted meanwhile; from here nothing may
         self._votes.arrive(manifest_hash(commit.manifest))
-        await self._enter(on.HistorySwitched(commit, self._votes.incarnation), None, fork)
+        await self._enter(on.HistorySwitched(commit, self._ledger(commit), self._votes.incarnation), None, fork)
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
         if self._core.state.rules.expert_rounds > 1 and (lost := lost_columns(self._core.tip, first)):
             self._tell_what_is_gone(first, lost)
-        await self._enter(on.CommitApplied(commit), first, None)
+        ledger = None if commit.manifest == first else self._ledger(commit)
+        await self._enter(on.CommitApplied(commit, ledger), first, None)
+
+    def _ledger(self, commit: Commit) -> Ledger:
+        return self._history.ledger(commit.manifest.round)
 
     def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
         """Reports work in columns that is lost because their owners left before handing it out."""

@@ -35,7 +35,8 @@ def build_driver(run: Run, node: Node, tip: Commit, disk: Disk, role: Role, hook
     identity = Identity(node.me, run.rules, node.sealer, node.checker.check)
     votes = disk.votes
     start = Start(
-        votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, role.seeds, node.secret
-    )
+        votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, role.seeds, node.secret,
+        disk.chain.ledger(tip.manifest.round),
+    )  # fmt: skip
     core = Consensus.begin(identity, start, Pace(run.heartbeat_seconds), node.clock.now())
     return Driver(core, run, node, disk, role, hooks)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from spes_p2p import failpoints
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -109,6 +110,9 @@ class DiskHistory:
     def commit_of(self, round: int) -> Commit:
         return self._chain.commit(round)
 
+    def ledger(self, round: int) -> Ledger:
+        return self._chain.ledger(round)
+
     def is_finished(self, root: Hash) -> bool:
         return self._candidate.finished(root) is not None
 
@@ -203,16 +207,12 @@ class DiskHistory:
     async def follow(self, first: Manifest, newest: Commit, state: Fetched) -> None:
         hashes = wire_tiles(*self._core.handed_out(first))  # here: a thread would look at what changes meanwhile
         await self._tasks.in_thread(lambda: _keep_residuals(self.disk, first, newest.manifest, hashes))
-        await self._publish(state, newest.manifest)
-
-    async def _publish(self, state: Fetched, manifest: Manifest) -> None:
-        await self._tasks.in_thread(state.publish)
-        await self._tasks.in_thread(lambda: self.disk.bases.open(self._chain, manifest))
+        await self._tasks.in_thread(partial(_publish, self.disk, state, newest.manifest))
 
     async def switch(self, fork: ForkPoint, state: Fetched) -> None:
         await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
         await self._tasks.in_thread(partial(_bring_residuals_over, self.disk, fork))
-        await self._publish(state, fork.theirs[-1].manifest)
+        await self._tasks.in_thread(partial(_publish, self.disk, state, fork.theirs[-1].manifest))
         self._states.forget_others()  # what is kept for them is of the history that lost
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
@@ -228,6 +228,11 @@ class DiskHistory:
             await self._states.drop(in_use | self._states.in_use())
 
         return follows
+
+
+def _publish(disk: Disk, state: Fetched, manifest: Manifest) -> None:
+    state.publish()
+    disk.bases.open(disk.chain, manifest)
 
 
 def _keep_residuals(disk: Disk, first: Manifest, newest: Manifest, hashes: Mapping[int, Hash]) -> None:

@@ -24,10 +24,10 @@ from spes_p2p.exchange.requests import (
     Request,
     RunRequest,
     SourcesRequest,
-    TallyRequest,
     TilesRequest,
     ValuesRequest,
     WiresRequest,
+    WitnessRequest,
 )
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.store import StateStore
@@ -49,14 +49,14 @@ class Serving:
         inputs: Callable[[Hash, int, int], Blob | None],
         moments: MomentStore | None = None,
         data: Callable[[DataRequest], Blob] | None = None,
-        tally: Callable[[TallyRequest], Blob] | None = None,
+        witness: Callable[[WitnessRequest], Blob] | None = None,
     ) -> None:
         """`inputs(parent, first tile, count)` gives own contributed values, or None.
 
-        `data` answers what is asked of the run's data; None where there is none here. `tally` signs what the chain
-        has counted; None before a run has begun.
+        `data` answers what is asked of the run's data; None where there is none here. `witness` signs what the
+        chain has; None before a run has begun.
         """
-        self._tally = tally
+        self._witness = witness
         self._moments = moments
         self._data = data
         self._info = info
@@ -89,10 +89,10 @@ class Serving:
                 if self._data is None:
                     raise RemoteProtocolError("this peer has no data of the run")
                 return self._data(request)
-            case TallyRequest():
-                if self._tally is None:
+            case WitnessRequest():
+                if self._witness is None:
                     raise RemoteProtocolError("nothing has been counted yet")
-                return self._tally(request)
+                return self._witness(request)
 
     def _values(self, request: ValuesRequest) -> Blob:
         found = self._inputs(request.parent, request.first_tile, request.count)

@@ -37,7 +37,7 @@ from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.outgoing import Outgoing
-from spes_p2p.sync.receipts import Ledger, signed_tally
+from spes_p2p.sync.receipts import witness
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.scrub import Scrubber, TileRepairer
@@ -103,7 +103,7 @@ class Driver:
         )
         self._serving = Serving(
             run.info, disk.chain, disk.store, outgoing.shown, disk.moments, disk.data,
-            partial(signed_tally, Ledger(disk.chain), node.sealer),
+            partial(witness, disk.chain, node.sealer, run.info.fingerprint),
         )  # fmt: skip
         self.answers = Answers(
             self._dispatcher, run.info, self._history, self._outbox, self._serving, self._retention, self._tasks

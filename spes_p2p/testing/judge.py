@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.electorate import NIL
+from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
@@ -102,6 +103,7 @@ class Known:
     manifest: Manifest
     state: State
     used: Ranges
+    ledger: Ledger = EMPTY
     certificates: list[Certificate] = field(default_factory=list)
 
 
@@ -293,7 +295,11 @@ class Judge:
                     raise Violation("state", f"slice {piece.key} has other contributors than its manifest says")
                 for trained in went_in:
                     self._check_counted(parent.manifest, child, trained)
-        return Known(child, state, self._check_data(parent, child))
+        try:
+            ledger = check_ledger(parent.ledger, child)
+        except RemoteProtocolError as error:
+            raise Violation("ledger", str(error)) from error
+        return Known(child, state, self._check_data(parent, child), ledger)
 
     def _check_counted(self, parent: Manifest, child: Manifest, trained: Trained) -> None:
         """What went in is what the roster counts."""

@@ -55,6 +55,7 @@ class SimProcess:
         start = Start(
             disk.incarnation, disk.tip, disk.tip_commit, disk.record, peer.intent, first,
             tuple(other for other in world.peers if other != peer.name), peer.name.encode(),
+            disk.ledger(disk.tip.round),
         )  # fmt: skip
         identity = Identity(peer.name, world.rules, FakeSealer(peer.name), check_fake)
         self.core: Consensus = world.machine_of(peer.name).begin(identity, start, Pace(HEARTBEAT_SECONDS), world.now)

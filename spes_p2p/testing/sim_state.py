@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TypeVar
 
+from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import (
     Manifest,
     Merge,
@@ -139,6 +141,10 @@ class Disk:
     def manifest(self, round: int) -> Manifest:
         """That of a round up to our tip's."""
         return self.chain[round - 1].manifest if round else self.genesis
+
+    def ledger(self, round: int) -> Ledger:
+        """What is counted up to a round of ours."""
+        return reduce(lambda known, commit: known.after(commit.manifest.roster), self.chain[:round], EMPTY)
 
     def is_on_chain(self, head: Hash, round: int) -> bool:
         return round <= len(self.chain) and manifest_hash(self.manifest(round)) == head

@@ -148,7 +148,10 @@ class SmallStep:
         disk, name = local.disk, local.name
         intent = Intent(joining=True, serving=name in setting.servers)
         others = tuple(peer for peer in setting.names if peer != name)
-        begin = Start(disk.incarnation, disk.tip, disk.tip_commit, disk.record, intent, local.sequence, others)
+        begin = Start(
+            disk.incarnation, disk.tip, disk.tip_commit, disk.record, intent, local.sequence, others,
+            ledger=disk.ledger(disk.tip.round),
+        )  # fmt: skip
         identity = Identity(name, setting.rules, FakeSealer(name), check_fake)
         local.core = setting.core_class.begin(identity, begin, FixedPace(HEARTBEAT_SECONDS), 0.0)
         local.lives += 1

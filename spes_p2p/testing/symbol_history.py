@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from spes_p2p.consensus.forks import has_quorum
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -76,6 +77,9 @@ class SymbolHistory:
 
     def commit_of(self, round: int) -> Commit:
         return [*self._disk.chain, *self._line][round - 1]
+
+    def ledger(self, round: int) -> Ledger:
+        return self._disk.ledger(round)
 
     def is_finished(self, root: Hash) -> bool:
         return root in self._disk.finished

@@ -14,6 +14,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus import membership
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.electorate import MAX_BALLOT
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -173,7 +174,7 @@ def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int, monkeypatch: p
     )
     monkeypatch.setattr(membership, "LEAST_NEW", new)  # whoever makes it names them all
     statements = replace(kept.statements, statuses=(*said, *crowd))
-    content = content_of(core.state.rules, core.tip, statements, made.state_root, made.merge)
+    content = content_of(core.state.rules, core.tip, EMPTY, statements, made.state_root, made.merge)
     monkeypatch.undo()
     assert len(content.manifest.members) == len(made.members) + new
     name, now = manifest_hash(content.manifest), core.state.last_event

@@ -39,11 +39,11 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
 
 
 PLANTED: list[tuple[type, str | None, set[str], int]] = [
-    (planted.ForgetsVotes, "hidden", {"votes", "lock", "conflict", "durability"}, 23),
+    (planted.ForgetsVotes, "hidden", {"votes", "lock", "conflict", "durability"}, 56),
     (planted.PrevotesBeforeStaging, None, {"staging"}, 0),
     (planted.UsesBallotTwice, "votes", {"votes"}, 56),
     (planted.LeaversDoNotCount, "members", {"certificate"}, 0),
-    (planted.AddsUpBallots, "hidden", {"certificate"}, 0),
+    (planted.AddsUpBallots, "hidden", {"certificate"}, 7),
     (planted.ForgetsLocks, "hidden", {"lock", "conflict"}, 0),
     (planted.DoesNotWait, None, {"wait"}, 1),
     (planted.TakesWhatAMinorityMade, "long rounds", {"overruled"}, 3),
@@ -51,13 +51,13 @@ PLANTED: list[tuple[type, str | None, set[str], int]] = [
     (planted.SleepsAsIfAwake, "alone", {"wait", "overruled"}, 2),
     (planted.GivesUpWhoReturns, "alone", {"wait", "overruled"}, 0),
     (planted.NamesWhoIsBehind, "members", {"newcomer"}, 31),
-    (planted.SignsForTheAbsent, "long cut", {"wait", "absent"}, 28),
-    (planted.TrustsItsDisk, "old disk", {"votes", "lock", "durability"}, 27),
+    (planted.SignsForTheAbsent, "long cut", {"wait", "absent"}, 80),
+    (planted.TrustsItsDisk, "old disk", {"votes", "lock", "durability"}, 31),
     (planted.SpeaksBeforeWriting, None, {"durability"}, 0),
     (planted.NeverBlamesTheLeader, None, {"stall"}, 3),
     (planted.WaitsForEver, "many", {"stall"}, 14),
-    (planted.TakesServersForTrainers, "amnesia", {"serving"}, 41),
-    (planted.NeverGivesUpAState, "mixed", {"stall", "overruled"}, 476),
+    (planted.TakesServersForTrainers, "amnesia", {"serving"}, 38),
+    (planted.NeverGivesUpAState, "mixed", {"stall", "overruled"}, 88),
     (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}, 0),
 ]
 """Each with the kind of schedule that finds it, what is then broken, and the seed that finds it first."""

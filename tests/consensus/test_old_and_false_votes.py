@@ -10,6 +10,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, CatchUp, Forget
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_polka
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import Member, leader_order
@@ -78,7 +79,7 @@ def test_a_leader_that_hears_its_last_answer_and_the_decision_at_once_proposes_n
     elector = Elector(3)
     core, others = elector.core, elector.order[1:]
     said = tuple(FakeSealer(peer).seal(replace(core.status(), peer=peer)) for peer in elector.order)
-    content = content_of(elector.rules, elector.tip, Statements((), (), said), elector.tip.state_root, None)
+    content = content_of(elector.rules, elector.tip, EMPTY, Statements((), (), said), elector.tip.state_root, None)
     name, run = manifest_hash(content.manifest), (elector.rules.fingerprint, core.tip_hash, 1)
     proposal = FakeSealer(others[0]).seal(Proposal(*run, name))
     precommits = [FakeSealer(peer).seal(Precommit(*run, name)) for peer in others]

@@ -11,6 +11,7 @@ import pytest
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice, Send
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PRIVATE, Member, Roll, electors
@@ -62,7 +63,9 @@ def made_again(core: Consensus, content: Content, **outcome: Any) -> Content:
     """The same with another outcome, consistent with its parent in all that is derived."""
     made = content.manifest
     members, wishes = members_after(core.tip, (signed.value for signed in content.statements.statuses))
-    other = replace(Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge), **outcome)
+    other = replace(
+        Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge, ledger=made.ledger), **outcome
+    )
     return replace(content, manifest=child_manifest(core.state.rules, core.tip, other, members, wishes))
 
 
@@ -208,9 +211,9 @@ def test_a_manifest_that_does_not_follow_from_what_was_said_is_refused(
     voter: Consensus, honest: Content, lie: Change
 ) -> None:
     rules, tip = voter.state.rules, voter.tip
-    check_content(rules, tip, honest)
+    check_content(rules, tip, EMPTY, honest)
     with pytest.raises(RemoteProtocolError, match="manifest of round 1"):
-        check_content(rules, tip, lie(voter, honest))
+        check_content(rules, tip, EMPTY, lie(voter, honest))
 
 
 @pytest.mark.parametrize("lie", [alters_a_link, counts_more], ids=lambda lie: lie.__name__)
@@ -226,13 +229,13 @@ def test_whom_a_quorum_of_electors_accuses_is_banned_for_good(voter: Consensus, 
     stranger = accuses(voter, PeerId("somebody"), accused)
     for number in range(len(names) + 1):
         words = (stranger, *(accuses(voter, name, accused) for name in [*others, *names][:number]))
-        content = content_of(rules, tip, replace(said, accusations=words), made.state_root, made.merge)
-        check_content(rules, tip, content)
+        content = content_of(rules, tip, EMPTY, replace(said, accusations=words), made.state_root, made.merge)
+        check_content(rules, tip, EMPTY, content)
         is_quorum = number >= voter.state.electorate.quorum
         assert content.manifest.banned == ((accused.author,) if is_quorum else ())
         assert (accused.author in {member.peer for member in content.manifest.members}) is not is_quorum
         assert len(content.statements.accusations) == is_quorum * voter.state.electorate.quorum
-    child = content_of(rules, content.manifest, Statements((), (), ()), made.state_root, None).manifest
+    child = content_of(rules, content.manifest, EMPTY, Statements((), (), ()), made.state_root, None).manifest
     assert child.banned == (accused.author,)
     with pytest.raises(RemoteProtocolError, match="whom it bans does not follow"):
         check_child(rules, content.manifest, replace(child, banned=()))
@@ -246,13 +249,13 @@ def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:
     tip = genesis_manifest(rules, NO_HASH, members, {names[0]: OwnershipRequest(2)})
     head, nothing = manifest_hash(tip), (Work(), Intent(max_columns=2), Ballots())
     said = tuple(FakeSealer(name).seal(Status(rules.fingerprint, name, 1, 1, 0, head, *nothing)) for name in names)
-    content = content_of(rules, tip, Statements((), (), said), NO_HASH, None)
+    content = content_of(rules, tip, EMPTY, Statements((), (), said), NO_HASH, None)
     assert content.manifest.ownership == (("p0",), ("p1",))
-    check_content(rules, tip, content)
+    check_content(rules, tip, EMPTY, content)
     taken = replace(content, manifest=replace(content.manifest, ownership=((names[1],), (names[1],))))
     check_child(rules, tip, taken.manifest)
     with pytest.raises(RemoteProtocolError, match="ownership does not follow"):
-        check_content(rules, tip, taken)
+        check_content(rules, tip, EMPTY, taken)
 
 
 def order(rules: RunRules, steps: int = 30, author: PeerId | None = None, **changes: Any) -> Signed[DecayOrder]:
@@ -268,14 +271,14 @@ def test_the_next_manifest_takes_up_the_organisers_decay_and_later_ones_keep_it(
     core.handle(on.DecayOrdered(order(rules)), 0.0)
     assert core.state.others.decay == order(rules)
     said, state_root = replace(honest.statements, decay=order(rules)), core.tip.state_root
-    taken = content_of(rules, core.tip, said, state_root, None)
+    taken = content_of(rules, core.tip, EMPTY, said, state_root, None)
     assert taken.manifest.decay == Decay(taken.manifest.step, 30)
-    check_content(rules, core.tip, taken)
+    check_content(rules, core.tip, EMPTY, taken)
     check_child(rules, core.tip, taken.manifest)
     with pytest.raises(RemoteProtocolError, match="decay does not follow"):
-        check_content(rules, core.tip, with_statements(taken, decay=None))
+        check_content(rules, core.tip, EMPTY, with_statements(taken, decay=None))
     again = Statements((), (), said.statuses, order(rules, 10))
-    later = content_of(rules, taken.manifest, again, state_root, None)
+    later = content_of(rules, taken.manifest, EMPTY, again, state_root, None)
     check_child(rules, taken.manifest, later.manifest)
     assert (later.manifest.decay, later.statements.decay) == (taken.manifest.decay, None)
     for other in (None, Decay(taken.manifest.step, 10)):
@@ -289,10 +292,10 @@ def test_the_next_manifest_takes_up_the_organisers_decay_and_later_ones_keep_it(
 def test_no_other_word_lets_the_learning_rate_fall(voter: Consensus, forged: dict[str, Any]) -> None:
     rules, tip = voter.state.rules, voter.tip
     word = order(rules, **forged)
-    content = content_of(rules, tip, Statements((), (), (), word), tip.state_root, None)
+    content = content_of(rules, tip, EMPTY, Statements((), (), (), word), tip.state_root, None)
     assert (content.manifest.decay, content.statements.decay) == (None, None)
     with pytest.raises(RemoteProtocolError, match="nothing in it follows from"):
-        check_content(rules, tip, with_statements(content, decay=word))
+        check_content(rules, tip, EMPTY, with_statements(content, decay=word))
 
 
 MALLORY = PeerId("mallory")
@@ -313,16 +316,16 @@ def test_the_next_manifest_takes_up_the_organisers_roll_and_later_ones_keep_it(
         core.handle(on.RollSigned(other), 0.0)
     assert core.state.others.roll == word
     state_root = core.tip.state_root
-    taken = content_of(rules, core.tip, replace(honest.statements, roll=word), state_root, None)
-    check_content(rules, core.tip, taken)
+    taken = content_of(rules, core.tip, EMPTY, replace(honest.statements, roll=word), state_root, None)
+    check_content(rules, core.tip, EMPTY, taken)
     check_child(rules, core.tip, taken.manifest)
     assert taken.manifest.roll == word.value
     assert LIAR not in {member.peer for member in taken.manifest.members}
     assert [member.peer for member in electors(taken.manifest.members)] == ["p0"]
     with pytest.raises(RemoteProtocolError, match="does not follow"):
-        check_content(rules, core.tip, with_statements(taken, roll=None))
+        check_content(rules, core.tip, EMPTY, with_statements(taken, roll=None))
     older = Statements((), (), honest.statements.statuses, roll=signed_roll(rules, number=2))
-    later = content_of(rules, taken.manifest, older, state_root, None)
+    later = content_of(rules, taken.manifest, EMPTY, older, state_root, None)
     check_child(rules, taken.manifest, later.manifest)
     assert (later.manifest.roll, later.statements.roll) == (word.value, None)
 
@@ -345,11 +348,11 @@ def test_whoever_leads_neither_forgets_a_roll_nor_gives_votes(
 ) -> None:
     rules, state_root = replace(voter.state.rules, by_vouch=True), voter.tip.state_root
     said = replace(honest.statements, roll=signed_roll(rules, banned=(MALLORY,)))
-    parent = content_of(rules, voter.tip, said, state_root, None).manifest
-    child = content_of(rules, parent, Statements((), (), honest.statements.statuses), state_root, None)
-    check_content(rules, parent, child)
+    parent = content_of(rules, voter.tip, EMPTY, said, state_root, None).manifest
+    child = content_of(rules, parent, EMPTY, Statements((), (), honest.statements.statuses), state_root, None)
+    check_content(rules, parent, EMPTY, child)
     with pytest.raises(RemoteProtocolError):
-        check_content(rules, parent, replace(child, manifest=lie(rules, child.manifest)))
+        check_content(rules, parent, EMPTY, replace(child, manifest=lie(rules, child.manifest)))
 
 
 @pytest.mark.parametrize(
@@ -360,10 +363,10 @@ def test_whoever_leads_neither_forgets_a_roll_nor_gives_votes(
 def test_no_other_word_gives_a_vote_or_bans(voter: Consensus, forged: dict[str, Any]) -> None:
     rules, tip = voter.state.rules, voter.tip
     word = signed_roll(rules, **forged)
-    content = content_of(rules, tip, Statements((), (), (), roll=word), tip.state_root, None)
+    content = content_of(rules, tip, EMPTY, Statements((), (), (), roll=word), tip.state_root, None)
     assert (content.manifest.roll, content.statements.roll) == (None, None)
     with pytest.raises(RemoteProtocolError, match="nothing in it follows from"):
-        check_content(rules, tip, with_statements(content, roll=word))
+        check_content(rules, tip, EMPTY, with_statements(content, roll=word))
 
 
 def test_the_last_who_may_vote_stays_named_when_it_leaves(voter: Consensus, honest: Content) -> None:
@@ -374,14 +377,14 @@ def test_the_last_who_may_vote_stays_named_when_it_leaves(voter: Consensus, hone
         for signed in honest.statements.statuses
     )
     word = signed_roll(rules, banned=())
-    made = content_of(rules, voter.tip, replace(honest.statements, statuses=leaving, roll=word), NO_HASH, None)
+    made = content_of(rules, voter.tip, EMPTY, replace(honest.statements, statuses=leaving, roll=word), NO_HASH, None)
     assert [member.peer for member in electors(made.manifest.members)] == ["p0"]
 
 
 def test_another_leader_makes_the_same_of_the_same_words(voter: Consensus, honest: Content) -> None:
     said = honest.statements
     mixed = Statements(said.ready[::-1], said.reports, said.statuses[::-1])
-    again = content_of(voter.state.rules, voter.tip, mixed, honest.manifest.state_root, honest.manifest.merge)
+    again = content_of(voter.state.rules, voter.tip, EMPTY, mixed, honest.manifest.state_root, honest.manifest.merge)
     assert again.manifest == honest.manifest
 
 

@@ -205,10 +205,10 @@ def test_without_the_bootstrap_node_a_newcomer_joins_through_a_peer(story: Story
 
 def test_a_peer_gets_a_receipt_that_adds_up_and_is_checked_without_the_run(story: Story) -> None:
     receipt = check_receipt((story.folder / "p0" / RECEIPT_FILE).read_bytes(), RsaVerifier().verify)
-    counted = story.manifests()[: receipt.tally.round + 1]
+    counted = story.manifests()[: receipt.manifest.round + 1]
     mine = [entry for m in counted for entry in m.roster if entry.peer == story.ids["p0"]]
-    assert receipt.tally.head == manifest_hash(counted[-1])
-    assert (receipt.tally.rounds, receipt.tally.tokens) == (len(mine), sum(entry.tokens for entry in mine))
+    assert receipt.manifest.name == manifest_hash(counted[-1])
+    assert (receipt.account.rounds, receipt.account.tokens) == (len(mine), sum(entry.tokens for entry in mine))
     assert f"has counted of {story.ids['p0']}" in story.receipt
 
 

@@ -6,10 +6,12 @@ import itertools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Commit,
@@ -17,7 +19,8 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, sha256
-from spes_p2p.sync.chain import Chain, CommitFiles, VoteBook, check_links
+from spes_p2p.sync import chain as chains
+from spes_p2p.sync.chain import Chain, CommitFiles, KeptLedger, VoteBook, check_links
 from spes_p2p.wire import pack, unpack
 from tests.state.small import file_size_limit
 from tests.sync.chains import B, MadeRun, with_tokens
@@ -185,7 +188,8 @@ def test_known_heads(tmp_path: Path) -> None:
 
 
 def links(*commits: Commit, before: Commit | None = None) -> None:
-    check_links(commits, before, RUN.info, RUN.rules, RUN.keys.verify)
+    ledger = EMPTY if before is None else RUN.ledger_of(before.manifest)
+    check_links(commits, before, ledger, RUN.info, RUN.rules, RUN.keys.verify)
 
 
 def test_links_that_fit() -> None:
@@ -248,3 +252,50 @@ def test_a_vote_on_a_full_disk_is_not_noted(tmp_path: Path) -> None:
         first.write(VoteRecord(sha256(b"head"), locked_ballot=3))
     assert first.record == VoteRecord(NO_HASH)
     assert book(tmp_path, 9).record == VoteRecord(NO_HASH)
+
+
+def test_the_ledger_is_that_of_each_round_whatever_became_of_the_chain(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    for commit in COMMITS:
+        chain.append(commit)
+    for commit in COMMITS:
+        assert chain.ledger(commit.manifest.round) == RUN.ledger_of(commit.manifest)
+    assert Chain(tmp_path).ledger(len(COMMITS) - 1) == chain.ledger(len(COMMITS) - 1)
+    other = RUN.certified(RUN.child(COMMITS[1].manifest, sha256(b"another"), sha256(b"wire")))
+    chain.switch([other])
+    assert chain.ledger(2) == Chain(tmp_path).ledger(2) == RUN.ledger_of(other.manifest)
+    chain.append(COMMITS[2])  # in its place
+    assert chain.ledger(2) == Chain(tmp_path).ledger(2) == RUN.ledger_of(COMMITS[2].manifest)
+
+
+def test_a_start_counts_only_what_is_not_in_the_ledger_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "LEDGER_ROUNDS", 3)
+    chain, wanted = Chain(tmp_path), RUN.ledger_of(COMMITS[-1].manifest)
+    for commit in COMMITS:
+        chain.append(commit)
+    read, parsed = set[int](), CommitFiles.parsed
+
+    def noted(files: CommitFiles, round: int) -> Commit:
+        read.add(round)
+        return parsed(files, round)
+
+    monkeypatch.setattr(CommitFiles, "parsed", noted)
+    assert Chain(tmp_path).ledger(len(COMMITS) - 1) == wanted
+    assert min(read) == len(COMMITS) // 3 * 3 - 1, "that of which the kept one is, to see whether it is ours"
+    for damaged in (b"", b"nothing that can be read", pack(KeptLedger(2, sha256(b"of another history"), EMPTY))):
+        (tmp_path / "ledger").write_bytes(damaged)
+        assert Chain(tmp_path).ledger(len(COMMITS) - 1) == wanted
+
+
+def test_a_commit_with_another_ledger_is_no_link() -> None:
+    last = COMMITS[-1].manifest
+    forged = RUN.certified(replace(last, ledger=EMPTY.root))
+    with pytest.raises(RemoteProtocolError, match="its ledger does not follow"):
+        links(*COMMITS[:-1], forged)
+
+
+def test_who_only_looks_ends_no_switch_of_another(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    (tmp_path / "00000002.next").write_bytes(b"a switch that the owner is about to make")
+    assert Chain(tmp_path, mends=False).length == chain.length
+    assert (tmp_path / "00000002.next").exists()

@@ -92,7 +92,7 @@ class Lies:
         for left_out in (self._liar, others[0]):
             statuses = tuple(status for status in said.statuses if status.author != left_out)
             statements = replace(said, statuses=statuses)
-            yield content_of(self._rules, core.tip, statements, manifest.state_root, manifest.merge)
+            yield content_of(self._rules, core.tip, core.state.ledger, statements, manifest.state_root, manifest.merge)
         for wrong in (
             replace(manifest, tokens=manifest.tokens + 1),
             replace(manifest, state_root=UNKNOWN),
