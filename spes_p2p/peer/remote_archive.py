@@ -227,7 +227,8 @@ class RemoteArchive:
         return unpack(Commit, data)
 
     def _append(self, chain: Chain, commits: tuple[Commit, ...]) -> None:
-        check_links(commits, chain.newest, self._run.info, self._run.rules, self._check)
+        ledger = chain.ledger(chain.length - 1)
+        check_links(commits, chain.newest, ledger, self._run.info, self._run.rules, self._check)
         for commit in commits:
             chain.append(commit)
 

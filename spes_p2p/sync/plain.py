@@ -20,6 +20,7 @@ from spes_p2p.consensus import (
     actions,
     electorate,
     heard_votes,
+    ledger,
     liveness,
     manifest,
     membership,
@@ -52,6 +53,7 @@ _CLASSES = _classes(
     vote_events,
     manifest,
     messages,
+    ledger,
     electorate,
     heard_votes,
     vote,
@@ -64,7 +66,9 @@ _CLASSES = _classes(
     leases,
 )
 _ENUMS = {kind.__name__: kind for kind in (electorate.Faults, vote_events.Step, vote_events.Verdict)}
-_MESSAGES = {name: _CLASSES[name] for name in _classes(manifest, messages) if name not in ("Signed", "Pace", "Window")}
+_MESSAGES = {
+    name: _CLASSES[name] for name in _classes(manifest, messages, ledger) if name not in ("Signed", "Pace", "Window")
+}
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"
 
