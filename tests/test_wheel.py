@@ -1,4 +1,4 @@
-"""The package as people install it: a wheel, in an environment that has never seen a clone."""
+"""The package as people install it: built, checked, and a wheel in an environment that has never seen a clone."""
 
 from __future__ import annotations
 
@@ -28,21 +28,34 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`spes-p2p` out of a wheel, with the libraries of this environment and nothing of this checkout."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("home")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what `python -m build` makes of a clone: an sdist, and a wheel out of that."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("spes_p2p", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, "."], source)
-    (wheel,) = folder.glob("*.whl")
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder], source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def program(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`spes-p2p` out of the wheel, with the libraries of this environment and nothing of this checkout."""
+    folder = tmp_path_factory.mktemp("home")
+    (wheel,) = built.glob("*.whl")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     python = folder / "venv/bin/python"
     run([sys.executable, "-m", "pip", f"--python={python}", "install", "--no-deps", wheel], folder)
     (site,) = (folder / "venv/lib").glob("python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "venv/bin/spes-p2p"
+
+
+def test_an_index_would_take_it(built: Path) -> None:
+    packages = sorted(built.iterdir())
+    assert [path.name.endswith(ends) for path, ends in zip(packages, (".whl", ".tar.gz"), strict=True)] == [True, True]
+    assert run([sys.executable, "-m", "twine", "check", "--strict", *packages], built).count("PASSED") == 2
 
 
 def test_the_installed_program_is_the_wheels_own(program: Path) -> None:
@@ -64,6 +77,8 @@ def test_it_knows_its_configs_and_pages_without_a_clone(program: Path) -> None:
     (site,) = (program.parents[1] / "lib").glob("python*/site-packages")
     assert {path.name for path in (site / "spes_p2p/dashboard/static").iterdir()} == pages
     assert (site / "spes_p2p/py.typed").is_file()
+    refused = subprocess.run([program, "plan", "--config", "tiny", "--uplink", "x"], capture_output=True, text=True)
+    assert refused.stderr.startswith("Error E")
 
 
 def test_help_of_every_command_loads_no_torch(program: Path) -> None:
