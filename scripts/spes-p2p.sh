@@ -4,4 +4,5 @@
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 "$here/venv.sh"
+export SPES_CALLED_AS="$0"  # so that commands which the program prints can be typed as they stand
 exec "$here/../.venv/bin/spes-p2p" "$@"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, Port, RunId
+from spes_p2p.cli.showing import to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.checks import Check
@@ -63,7 +64,7 @@ def line_of(check: Check, colours: bool = False) -> str:
     """One check in a line, and its fix in another one."""
     level = f"{check.level:<8}"
     shown = typer.style(level, _COLOURS[check.level], bold=True) if colours else level
-    fix = f"\n{'':<17}fix: {check.fix}" if check.fix else ""
+    fix = f"\n{'':<17}fix: {to_type(check.fix)}" if check.fix else ""
     return f"{shown} {check.name:<8}{check.text}{fix}"
 
 
@@ -75,5 +76,5 @@ def verdict(checks: list[Check], invitation: str | None = None) -> str:
         return f"\nthis machine cannot train in the run yet: {', '.join(failed)}"
     hints = f", with {warned} {'warning' if warned == 1 else 'warnings'}" if warned else ""
     if any(check.name == "fit" for check in checks):
-        return f"\nthis machine can train in the run{hints}: spes-p2p join {invitation or 'spes1...'}"
+        return f"\nthis machine can train in the run{hints}: {to_type('spes-p2p join ')}{invitation or 'spes1...'}"
     return f"\nnothing was found that keeps this machine from training{hints}"

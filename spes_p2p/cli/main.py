@@ -140,9 +140,11 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 def error_lines(error: SpesError) -> str:
     """What was wrong, with its code, and on a line of its own what mends it."""
     from spes_p2p.cli.error_codes import code_of
+    from spes_p2p.cli.showing import to_type
 
     code = code_of(str(error)) if error.fix else None
-    lines = [f"Error {code}: {error}" if code else f"Error: {error}", *([f"Fix: {error.fix}"] if error.fix else [])]
+    lines = [f"Error {code}: {error}" if code else f"Error: {error}"]
+    lines += [f"Fix: {to_type(error.fix)}"] if error.fix else []
     return "\n".join(" ".join(line.split()) for line in lines)
 
 

@@ -14,7 +14,8 @@ def tokenize(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            help="Files, folders or quoted globs (** too): .jsonl .json (also .gz, .zst) .parquet .txt",
+            help="Files, folders or quoted globs (** too), here or on the Hugging Face hub "
+            "(hf://datasets/OWNER/NAME/PATH): .jsonl .json (also .gz, .zst) .parquet .txt",
             show_default=False,
         ),
     ],

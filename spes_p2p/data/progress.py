@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spes_p2p.data.readers import SUFFIXES
+from spes_p2p.data.readers import SUFFIXES, Source, size_of, stamp_of
 from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
 from spes_p2p.files import PARTIAL, storing, write_whole
@@ -41,11 +41,11 @@ class Settings:
 class Unit:
     """One input file and the stem of the names of its shards."""
 
-    path: Path
+    path: Source
     stem: str
 
     @classmethod
-    def of_all(cls, paths: Sequence[Path]) -> list[Unit]:
+    def of_all(cls, paths: Sequence[Source]) -> list[Unit]:
         """Stems are the names without their suffix; files of one name in several folders are numbered."""
         seen: Counter[str] = Counter()
         units = []
@@ -57,8 +57,7 @@ class Unit:
 
     def identity(self) -> list[str | int]:
         """Changes when the file does."""
-        status = self.path.stat()
-        return [self.path.name, status.st_size, status.st_mtime_ns]
+        return [self.path.name, size_of(self.path), stamp_of(self.path)]
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Workspace:
         return path.is_file() and path.stat().st_size > shard.tokens
 
 
-def _stem(path: Path) -> str:
+def _stem(path: Source) -> str:
     suffix = max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len)
     return path.name.removesuffix(suffix) or "corpus"
 

@@ -18,12 +18,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from spes_p2p.errors import DataError
+from spes_p2p.data.hub_files import HubFile, find_hub_files, is_on_hub
+from spes_p2p.errors import DataError, NetworkError, SpesError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".txt")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 2**20
 """A plain text file is tokenized in pieces of whole lines of about this size."""
+
+
+Source = Path | HubFile
+"""An input file: here, or on the hub."""
 
 
 class Piece(NamedTuple):
@@ -53,12 +58,13 @@ class Record(NamedTuple):
 class CorpusFile:
     """One input file, opened for reading once. Use as a context manager; `bytes_read` tells how far it got.
 
-    Iterating raises DataError when the file is damaged or needs a library that is not installed.
+    Iterating raises DataError when the file is damaged or needs a library that is not installed, and NetworkError
+    when one of the hub cannot be read.
     """
 
-    def __init__(self, path: Path, text_field: str) -> None:
+    def __init__(self, path: Source, text_field: str) -> None:
         self.path = path
-        self.total_bytes = path.stat().st_size
+        self.total_bytes = size_of(path)
         self._text_field = text_field
         self._stack = ExitStack()
         self._position: Callable[[], int] = lambda: 0
@@ -82,6 +88,11 @@ class CorpusFile:
         except Exception as error:
             if type(error).__name__ in ("ZstdError", "ArrowInvalid"):  # of libraries that may not be installed
                 raise self._damaged(error) from error
+            if isinstance(self.path, HubFile) and not isinstance(error, SpesError):
+                raise NetworkError(
+                    f"{self.path} cannot be read: {first_line(error)}",
+                    fix="type the same command again: it goes on where it stopped",
+                ) from error
             raise
 
     def _damaged(self, error: Exception) -> DataError:
@@ -110,7 +121,8 @@ class CorpusFile:
 
     def _parquet_rows(self) -> Iterator[Record]:
         parquet = _optional("pyarrow.parquet", "pyarrow", self.path)
-        table = self._stack.enter_context(parquet.ParquetFile(self.path))
+        file = self._stack.enter_context(self.path.open("rb"))
+        table = self._stack.enter_context(parquet.ParquetFile(file))
         if self._text_field not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
             raise DataError(f"{self.path} has no column {self._text_field!r}, only {columns}", fix="set --text-field")
@@ -123,24 +135,36 @@ class CorpusFile:
                 yield Record(line, _cell(scalar, self._text_field))
 
 
-def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The files that `patterns` (files, folders, globs with **) name, sorted, each once.
+def size_of(path: Source) -> int:
+    """Bytes of a file, as stored."""
+    return path.size if isinstance(path, HubFile) else path.stat().st_size
+
+
+def stamp_of(path: Source) -> str | int:
+    """Changes when the file does."""
+    return path.content if isinstance(path, HubFile) else path.stat().st_mtime_ns
+
+
+def find_inputs(patterns: Sequence[str]) -> list[Source]:
+    """The files that `patterns` (files, folders, globs with **, datasets of the hub) name, sorted, each once.
 
     Raises DataError when a pattern matches nothing or a file is of no known kind.
     """
-    found: set[Path] = set()
+    found: set[Source] = set()
     for pattern in patterns:
-        matches = _matches(pattern)
+        matches: Sequence[Source] = find_hub_files(pattern, SUFFIXES) if is_on_hub(pattern) else _matches(pattern)
         if not matches:
             kinds = ", ".join(SUFFIXES)
             raise DataError(f"no file matches {pattern!r}", fix=f"check the path; known kinds of files are {kinds}")
         found.update(matches)
-    for path in sorted(found):
+    ordered: list[Source] = [*sorted(path for path in found if isinstance(path, Path))]
+    ordered += sorted(path for path in found if isinstance(path, HubFile))
+    for path in ordered:
         if not path.name.endswith(SUFFIXES):
             raise DataError(
                 f"{path} has none of the suffixes {', '.join(SUFFIXES)}", fix="convert it, or narrow the pattern"
             )
-    return sorted(found)
+    return ordered
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -255,7 +279,7 @@ class _ZstdFrames(io.RawIOBase):
         return size
 
 
-def _optional(module: str, package: str, path: Path) -> Any:
+def _optional(module: str, package: str, path: Source) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

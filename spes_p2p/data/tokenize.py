@@ -20,7 +20,7 @@ from typing import NamedTuple
 from spes_p2p.data.encode import Encode, Encoded, encoder
 from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, Dataset, InputFile, Manifest
 from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
-from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs
+from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs, size_of
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
 from spes_p2p.data.trees import FolderPieces
@@ -122,7 +122,7 @@ class _Run:
         report: Report,
     ) -> None:
         self._workspace, self._tokenizer, self._options, self._report = workspace, tokenizer, options, report
-        self._bytes = {unit: unit.path.stat().st_size for unit in units}
+        self._bytes = {unit: size_of(unit.path) for unit in units}
 
     def process(self, units: list[Unit]) -> None:
         batches = (batch for unit in units for batch in self._batches(unit))

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spes_p2p import __version__
-from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, PANELS, build
+from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, PANELS, build, error_lines
+from spes_p2p.errors import ConfigError
 from tests.cli.conftest import Organiser
 
 SAMPLE = build(
@@ -41,6 +42,13 @@ def test_known_error_is_two_lines_and_exit_code_1() -> None:
 def test_what_no_restart_mends_has_a_code_of_its_own() -> None:
     result = CliRunner().invoke(SAMPLE, ["lasting"])
     assert (result.exit_code, result.stderr) == (3, "Error: run x is over\nFix: join another\n")
+
+
+def test_commands_are_printed_as_this_machine_can_type_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ConfigError("no invitation", fix="type spes-p2p join spes1...")
+    assert error_lines(error).endswith("\nFix: type spes-p2p join spes1...")
+    monkeypatch.setenv("SPES_CALLED_AS", "clone/scripts/spes-p2p.sh")
+    assert error_lines(error).endswith("\nFix: type clone/scripts/spes-p2p.sh join spes1...")
 
 
 def test_interrupt_exits_130_without_a_traceback() -> None:

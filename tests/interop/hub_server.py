@@ -132,6 +132,8 @@ class HubServer:
                 elif isinstance(answer, tuple):
                     body, headers = answer
                     status = 200
+                    if part := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                        status, body = 206, body[int(part[1]) : int(part[2]) + 1]
                 else:
                     status, body = 200, json.dumps(answer).encode()
                 self.send_response(status)
@@ -149,7 +151,8 @@ class HubServer:
 
     def _answer(self, asked: Asked) -> Any:
         for pattern, answer in _PATHS:
-            if match := re.fullmatch(pattern, f"{asked.method} {asked.path}"):
+            path = asked.path.replace("/api/datasets/", "/api/models/datasets/", 1)
+            if match := re.fullmatch(pattern, f"{asked.method} {path}"):
                 return answer(self, asked, *match.groups())
         return Refusal(404, f"nothing at {asked.path}")
 
@@ -190,16 +193,24 @@ class HubServer:
         files = [{"rfilename": path} for path in sorted(commit[1])]
         return {"id": name, "sha": commit[0], "private": found.private, "siblings": files}
 
-    def _tree(self, asked: Asked, name: str, revision: str) -> Any:
+    def _tree(self, asked: Asked, name: str, revision: str, folder: str | None = None) -> Any:
         found = self._readable(asked, name)
         if isinstance(found, Refusal):
             return found
         commit = found.at(revision)
         assert commit is not None
+        if folder and not any(path.startswith(f"{folder}/") for path in commit[1]):
+            return Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
         return [
             {"type": "file", "path": path, "size": len(data), "oid": _git_hash(data)} | _lfs(path, data)
             for path, data in sorted(commit[1].items())
+            if path.startswith(f"{folder}/" if folder else "")
         ]
+
+    def _paths_info(self, asked: Asked, name: str, revision: str) -> Any:
+        found = self._tree(asked, name, revision)
+        wanted = re.findall(r"paths=([^&]*)", unquote(asked.body.decode())) or json.loads(asked.body)["paths"]
+        return [one for one in found if one["path"] in wanted]
 
     def _resolve(self, asked: Asked, name: str, revision: str, path: str) -> Any:
         found = self._readable(asked, name)
@@ -266,12 +277,13 @@ class HubServer:
         return {"commitUrl": f"{self.url}/{name}/commit/{commit}", "commitOid": commit}
 
 
-_MODEL = r"([\w.-]+/[\w.-]+)"
+_MODEL = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
 _PATHS: list[tuple[str, Callable[..., Any]]] = [
     ("GET /api/whoami-v2", HubServer._whoami),
     ("POST /api/repos/create", HubServer._create),
     (f"GET /api/models/{_MODEL}(?:/revision/([^/]+))?", HubServer._info),
-    (f"GET /api/models/{_MODEL}/tree/([^/]+)", HubServer._tree),
+    (f"GET /api/models/{_MODEL}/tree/([^/]+)(?:/(.+))?", HubServer._tree),
+    (f"POST /api/models/{_MODEL}/paths-info/([^/]+)", HubServer._paths_info),
     (f"(?:GET|HEAD) /{_MODEL}/resolve/([^/]+)/(.+)", HubServer._resolve),
     ("POST /api/validate-yaml", HubServer._check_header),
     (f"POST /api/models/{_MODEL}/preupload/main", HubServer._preupload),
