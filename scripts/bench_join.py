@@ -4,13 +4,21 @@ python scripts/bench_join.py --turns 3
 
 Real processes on loopback: a run of one tiny peer, and newcomers, from their start until they are in. One dead address
 refuses, one accepts and never says a word, one does not answer at all (10.255.255.1).
+
+python scripts/bench_join.py --clean 10
+
+What a volunteer waits for: the same program as it is typed, each time in a home folder with nothing in it and without
+data, from its start until the first commit that counts its work. Aim: below 60 s, ten of ten.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +27,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.peer.kept_invite import kept_invite
 from spes_p2p.swarm.invite import decode, encode
 from spes_p2p.testing.processes import LocalSwarm, Process
+from spes_p2p.wire import unpack
 from tests.fork_server import ForkedSwarm
 
 NOBODY = ("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64", "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd")
@@ -36,10 +46,61 @@ def seconds_until_in(swarm: LocalSwarm, peer: Process) -> float:
     return time.monotonic() - began
 
 
+def seconds_until_counted(invitation: str, home: Path) -> float:
+    """Of one newcomer, which leaves again."""
+    home.mkdir()
+    command = [sys.executable, "-m", "spes_p2p.cli.main", "join", invitation, "--output", "peer", "--device", "cpu"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "HF_", "TORCH"))}
+    environment = clean | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    began, log = time.monotonic(), home / "output.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [*command, "--host-maddrs", "/ip4/127.0.0.1/tcp/0"], cwd=home, stdout=output, stderr=output,
+            env=environment | {"PYTHONPATH": path},
+        )  # fmt: skip
+    try:
+        while not is_counted(home / "peer"):
+            if process.poll() is not None or time.monotonic() - began > 600:
+                raise SystemExit(f"it was not counted:\n{log.read_text()}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def is_counted(folder: Path) -> bool:
+    """Whether the newest commit here lists this peer with tokens."""
+    owner, commits = folder / "run" / "peer_id", sorted((folder / "run" / "chain").glob("*.commit"))
+    if not commits or not owner.exists():
+        return False
+    me, newest = owner.read_text(), unpack(Commit, commits[-1].read_bytes()).manifest
+    return any(entry.peer == me and entry.tokens for entry in newest.roster)
+
+
+def bench_clean(times: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_stdlib_corpus(folder / "corpus", 2_000_000, files=1)
+        tokenize([str(folder / "corpus")], folder / "tokens", TokenizeOptions(tokenizer="byte", processes=1))
+        with LocalSwarm(folder / "swarm") as swarm:
+            swarm.bootstrap("tiny", folder / "tokens", ("swarm.min_peers=1",))
+            first = swarm.peer("first")
+            swarm.wait_for_round(1, ["first"])
+            for turn in range(times):
+                load, seconds = os.getloadavg()[0], seconds_until_counted(kept_invite(first.folder), folder / str(turn))
+                print(f"{turn + 1:>3} {seconds:6.1f} s  (load {load:.1f})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
-    turns = parser.parse_args().turns
+    parser.add_argument("--clean", type=int, metavar="TIMES", help="how often a volunteer comes")
+    turns, clean = (options := parser.parse_args()).turns, options.clean
+    if clean:
+        bench_clean(clean)
+        return
     with tempfile.TemporaryDirectory() as name, socket.socket() as unused, socket.socket() as mute:
         folder = Path(name)
         build_stdlib_corpus(folder / "corpus", 400_000, files=1)

@@ -15,7 +15,10 @@ import typer.main
 
 from spes_p2p.cli.main import COMMANDS, GROUPS, build
 from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.consensus.messages import Intent, Status, Work
 from spes_p2p.observe.events import KINDS
+from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.swarm.vitals import Vitals
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -174,3 +177,76 @@ def test_every_error_and_warning_is_in_the_documentation() -> None:
     lists = [text.partition(script["BEGIN"])[2] for page, text in pages.items() if page.suffix == ".md"]
     assert [len(re.findall(r"^\|", text, re.M)) > 150 for text in lists] == [True, True]
     assert not re.search(r"^\| .* \|  \|$", "".join(lists), re.M), "an error without a fix"
+
+
+TOLD: dict[type, dict[str, str]] = {
+    PeerRecord: {
+        "its peer id": "peer",
+        "your addresses": "addresses",
+        "the version of the program": "version",
+        "which rounds": "round",
+        "steps": "step",
+        "tokens": "tokens",
+        "speed": "tokens_per_second",
+        "its expert columns": "owned",
+        "whether others can dial them": "client_mode",
+        "since when it takes part": "joined_at_seconds",
+        "the time on its clock": "written_at_seconds",
+        "which pieces of the run's data": "data_pieces held",
+        "how it fares": "vitals",
+    },
+    Vitals: {
+        "what it does right now": "phase",
+        "the name of your GPU": "device",
+        "losses": "loss round_loss held_out_loss",
+        "which rounds": "timed_round held_out_round",
+        "the time on its clock": "applied_at_seconds",
+        "seconds of each phase": "phase_seconds",
+        "bytes": "bytes_sent bytes_received",
+        "spreads tokens": "load_percent highest_load_percent lowest_load_percent",
+        "warnings and errors": "warnings",
+    },
+    Status: {
+        "its peer id": "peer",
+        "which rounds": "round",
+        "values it has": "head reports staged lacks",
+        "how it fares": "work",
+        "what it has": "intent",
+        "what it votes": "ballots",
+        "part in the agreement": "plan proposal",
+        "whom it cannot hear": "unheard",
+        "bytes": "moved",
+    },
+    Work: {
+        "what it does right now": "ready ready_in_seconds",
+        "tokens": "tokens sequences",
+        "steps": "steps",
+        "seconds of each": "seconds",
+        "speed": "expected_tokens",
+    },
+    Intent: {
+        "takes part": "joining serving",
+        "wants to leave": "leaving",
+        "has room for": "max_columns",
+        "which it wants": "claims",
+        "gives up": "releases",
+        "whether others can dial": "link_class",
+        "how fast its link sends": "uplink_bytes_per_second",
+        "what it votes": "can_vote",
+    },
+}
+"""What a peer tells everybody: words of the page for volunteers, and the fields of the records that they stand for."""
+OF_THE_PROTOCOL = {
+    "run_id", "role", "token", "fingerprint", "incarnation", "sequence", "life", "ready_signature", "commitment",
+}  # fmt: skip
+"""Names, numbers and signatures that say nothing of a person or a machine."""
+
+
+def test_volunteers_read_all_that_their_peer_tells_everybody() -> None:
+    page = text_of(ROOT / "docs" / "quickstart-volunteer.md").partition("### What others see")[2].partition("\n### ")[0]
+    words = " ".join(page.split())
+    for record, told in TOLD.items():
+        fields = {field.name for field in dataclasses.fields(record)} - OF_THE_PROTOCOL
+        known = {name for names in told.values() for name in names.split()}
+        assert fields == known, f"{record.__name__}: what is new or gone belongs on the page, and here"
+        assert [phrase for phrase in told if phrase not in words] == []
