@@ -202,7 +202,11 @@ class OptimizerConfig(Section):
         "the same learning rate: for all peers alike, though nothing breaks where they differ.",
         "adamw",
     )
-    gradient_dtype: Literal["fp32", "bf16"] = local("How gradients are kept until the step: 4 or 2 bytes.", "fp32")
+    gradient_dtype: Literal["fp32", "bf16"] = local(
+        "How gradients are kept until the step: 4 or 2 bytes; sums in bf16 are rounded up or down at random, so that "
+        "the mean is exact.",
+        "fp32",
+    )
     sharding: Literal["none", "zero2"] = local(
         "What several GPUs of one peer do: none, each keeps and steps everything trained; zero2, each keeps gradients "
         "and moments of its part, steps that, and fetches the rest (not with muon).",

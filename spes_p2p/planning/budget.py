@@ -70,13 +70,11 @@ def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collecti
     chosen = found.chosen.options
     if "micro_batch_sequences" not in fixed:
         chosen = with_largest_micro_batch(replace(work, options=chosen), device.limit)
-    had_to_save = found.chosen.options != work.options
     changes = chosen.changes(Options.of(config))
     if not changes:
         return config, ""
     room = gib_text(device.usable_bytes)
-    words = f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
-    return chosen.applied(config), "; ".join(filter(None, (words, found.left_out if had_to_save else "")))
+    return chosen.applied(config), f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
 
 
 def most_with_options(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> int:
@@ -93,8 +91,7 @@ def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
     asked = f"{found.wanted} expert columns need {gib_text(needed_bytes)}, more than the {gib_text(usable_bytes)} here"
     if found.nearest is None:
         return f"{asked}, and no local options make even a peer without columns fit"
-    words = f"{asked}, even with all local options; {found.nearest.owned} would fit"
-    return "; ".join(filter(None, (words, found.left_out)))
+    return f"{asked}, even with all local options; {found.nearest.owned} would fit"
 
 
 def columns_by_experience(

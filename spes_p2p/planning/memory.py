@@ -32,6 +32,8 @@ STACK_VALUES = 2**24
 """Values of matrices that Muon orthogonalises at once."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 FOREIGN_BYTES = {"int8": 1, "fp8": 1}
+ROUNDED_VALUES, ROUNDED_BYTES = 2**24, 9
+"""Gradient values that are added up in bf16 at once: each in fp32, beside a random number and whether it is NaN."""
 PIECE_VALUES = 2**26
 """Gradient values that the optimizer turns into fp32 at once."""
 WORKSPACE_BYTES = 64 * MIB
@@ -108,6 +110,11 @@ class Workload:
     def shares(self) -> int:
         """Ranks that gradients and moments are dealt to."""
         return self.ranks if self.options.sharding == "zero2" else 1
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether gradients are not kept by their parameters (train/kept_gradients.py)."""
+        return self.shares > 1 or self.options.gradient_dtype == "bf16"
 
     @property
     def accumulates(self) -> bool:
@@ -248,9 +255,14 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     # of a layer's masters, where autograd adds: all in the compute dtype, two thirds (gate and up) in fp32, too
     as_fp32 = gradient == 4 and work.compute_bytes != 4
     fresh = (work.compute_bytes * 3 + 8 * as_fp32) * work.owned * sizes.expert // 3 * (not work.adds_in_place)
-    sent_head = 0
-    if work.shares > 1:  # whole gradients in fp32 on their way to whose they are, beside what autograd has
-        fresh, sent_head = (work.compute_bytes + 16) * work.owned * sizes.expert // 3, head_gradient
+    arriving = 0  # of the embedding or the head, on its way from autograd to where it is kept
+    if work.keeps_apart:
+        in_fp32 = 4 if work.shares > 1 else 0  # by rank
+        gate_up = 2 * work.owned * sizes.expert // 3
+        fresh = (
+            work.compute_bytes * work.owned * sizes.expert + (in_fp32 + 2 * as_fp32) * gate_up + _rounded(work, gate_up)
+        )
+        arriving = max(gradient, in_fp32) * sizes.embedding + _rounded(work, sizes.embedding)
     beside = active.backward_of_layer(work.owned, fresh)
 
     def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
@@ -265,14 +277,20 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
         HEAD: parts(head_copy + attention, at_head, active.kept(), active.logits()),
         LAST: parts(
             late_attention,
-            (early or gradient * sizes.embedding) + sent_head,
+            (early or gradient * sizes.embedding) + (head_gradient if work.shares > 1 else 0),
             active.kept() + beside,
         ),
         FIRST: parts(0, all_gradients, active.kept_of_layer() + beside),
-        OUTPUT: parts(attention, early + 2 * sent_head, active.kept()),
-        INPUT: parts(0, all_gradients + sent_head, 0),
+        OUTPUT: parts(attention, early + head_gradient + arriving, active.kept()),
+        INPUT: parts(0, all_gradients + arriving, 0),
         STEP: parts(0, all_gradients + _update_bytes(work, gradient, trained // work.shares), 0),
     }
+
+
+def _rounded(work: Workload, values: int) -> int:
+    """What adding so many to a sum in bf16 takes."""
+    is_rounded = work.options.gradient_dtype == "bf16" and work.accumulates
+    return ROUNDED_BYTES * min(ROUNDED_VALUES, values) if is_rounded else 0
 
 
 def _update_bytes(work: Workload, gradient: int, trained: int) -> int:

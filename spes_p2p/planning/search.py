@@ -1,11 +1,11 @@
 """What fits into a given memory, and which options make it fit.
 
-Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16
-cost nothing, but are added up in bf16, so only where a step has few micro-batches (`MOST_BF16_SUMS`); ranks that share
-gradients and moments exchange them in each micro-batch, not once a step; Adam in 8 bits costs nearly nothing; selective
-checkpointing a few percent; foreign experts in one byte are unpacked twice a micro-batch; full checkpointing computes
-every layer twice; offloaded experts cross the PCIe bus twice a micro-batch. On each rung the micro-batch is halved
-first, down to 4,096 tokens, where products are still large; smaller ones come last of all.
+Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16 are
+rounded at random, which takes a few passes over them; ranks that share gradients and moments exchange them in each
+micro-batch, not once a step; Adam in 8 bits costs nearly nothing; selective checkpointing a few percent; foreign
+experts in one byte are unpacked twice a micro-batch; full checkpointing computes every layer twice; offloaded experts
+cross the PCIe bus twice a micro-batch. On each rung the micro-batch is halved first, down to 4,096 tokens, where
+products are still large; smaller ones come last of all.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ LADDER: tuple[tuple[str, Any], ...] = (
     ("activation_checkpointing", "full"),
     ("foreign_offload", True),
 )
-MOST_BF16_SUMS = 16
-"""Micro-batches whose gradients may be added up in bf16. A sum is off by up to 2^-8 of itself after each addition (8
-significant bits), so n terms of one sign and size by about n / 512: 3% for 16, 12% for 64, and from 256 terms on one
-more adds nothing at all (256 + 1 = 256)."""
 CHEAP_TOKENS = 4096
 """A micro-batch of fewer tokens makes products that are too small."""
 MOST_TOKENS = 32_768
@@ -73,8 +69,6 @@ class Search:
     nearest: Fit | None
     least_bytes: int
     """What a peer without columns needs at least, with all these options."""
-    left_out: str = ""
-    """Why gradients in bf16 were not tried."""
 
 
 def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: Collection[str] = frozenset()) -> Search:
@@ -82,23 +76,23 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
 
     `local_only`: without options that all peers of a run must have equal. `fixed`: names of options that stay.
     """
-    ladder = list(rungs(work.options, local_only, fixed, work.micro_batches, work.ranks))
+    ladder = list(rungs(work.options, local_only, fixed, work.ranks))
     found = tuple(_rung(work, options, adds, memory_bytes) for options, adds in ladder)
     halves = "micro_batch_sequences" not in fixed
-    tried = [[_exact(work, size) for size in _halvings(each, work.batch_sequences, halves)] for each, _ in ladder]
+    tried = [list(_halvings(each, work.batch_sequences, halves)) for each, _ in ladder]
     chosen = _first_that_fits(work, tried, memory_bytes)
     alone = (replace(work, options=options, owned=0) for options in chain.from_iterable(tried))
     least = min(predict(workload).total for workload in alone)
     nearest = None if chosen else _nearest(work, tried, memory_bytes)
-    return Search(work.owned, found, chosen, nearest, least, _left_out(work, fixed))
+    return Search(work.owned, found, chosen, nearest, least)
 
 
 def rungs(
-    options: Options, local_only: bool, fixed: Collection[str] = frozenset(), micro_batches: int = 1, ranks: int = 1
+    options: Options, local_only: bool, fixed: Collection[str] = frozenset(), ranks: int = 1
 ) -> Iterator[tuple[Options, str]]:
     """`options`, then cumulatively with each option of the ladder that this version has and that saves memory.
 
-    `micro_batches`: that a rank adds up in a step.
+    `ranks`: of the peer, which may share gradients and moments.
     """
     yield options, ""
     for name, value in LADDER:
@@ -106,20 +100,11 @@ def rungs(
             continue
         if name in fixed or (local_only and is_agreed(KEYS[name])):
             continue
-        if name == "gradient_dtype" and micro_batches > MOST_BF16_SUMS:
-            continue
         if name == "sharding" and (ranks == 1 or options.optimizer == "muon"):
             continue
         changed = replace(options, **{name: value})
         yield changed, changed.changes(options)[0]
         options = changed
-
-
-def _left_out(work: Workload, fixed: Collection[str]) -> str:
-    too_many = work.micro_batches > MOST_BF16_SUMS
-    if not too_many or "gradient_dtype" in fixed or work.options.gradient_dtype in _FRUGAL["gradient_dtype"]:
-        return ""
-    return f"gradients stay in fp32: the {work.micro_batches} micro-batches of a step are too many to add up in bf16"
 
 
 def most_columns(work: Workload, memory_bytes: int) -> int | None:
@@ -166,17 +151,10 @@ def _saves(name: str, present: Any, value: Any) -> bool:
     return present != value and present not in _FRUGAL.get(name, ())
 
 
-def _exact(work: Workload, options: Options) -> Options:
-    """`options`, with gradients as `work` has them where they would be too many to be added up in bf16."""
-    if replace(work, options=options).micro_batches <= MOST_BF16_SUMS:
-        return options
-    return replace(options, gradient_dtype=work.options.gradient_dtype)
-
-
 def _rung(before: Workload, options: Options, adds: str, memory_bytes: int) -> Rung:
     work = replace(before, options=options)
     sizes = [size for size in range(1, work.batch_sequences + 1) if work.batch_sequences % size == 0]
-    sized = {size: _exact(before, replace(options, micro_batch_sequences=size)) for size in sizes}
+    sized = {size: replace(options, micro_batch_sequences=size) for size in sizes}
     fitting = [size for size, changed in sized.items() if _fits(replace(work, options=changed), memory_bytes)]
     return Rung(work.options, adds, predict(work), most_columns(work, memory_bytes), max(fitting, default=0))
 

@@ -179,17 +179,6 @@ def gather_texts(ranks: Ranks, text: str) -> list[str]:
     return [bytes(values.tolist()).decode() for values in all_texts]
 
 
-def average_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """What DDP does, for gradients whose dtype is not their parameter's; not while the backward pass runs."""
-    import torch.distributed as dist
-
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    works = [dist.all_reduce(gradient, group=ranks.group, async_op=True) for gradient in gradients]
-    for work, gradient in zip(works, gradients, strict=True):
-        work.wait()
-        gradient /= ranks.world_size
-
-
 def wrap(model: nn.Module, ranks: Ranks, compiled: bool = False) -> nn.Module:
     """`model` with its gradients averaged over the ranks. Values are not made equal: that is `adopt`'s job.
 

@@ -6,8 +6,8 @@ masters, and whose gradients are views of the masters' gradients. One parameter 
 learning-rate ramp. Moments stay with a column for as long as it is owned; they are never averaged (SPES). How they are
 kept is the business of moment_store.py.
 
-Where the ranks of a peer share the work (zero.py), this one steps its rows of each tensor alone, and has moments of
-those.
+Where the ranks of a peer share the work (kept_gradients.py), this one steps its rows of each tensor alone, and has
+moments of those.
 
 What a guest trains in a column of others (experts/guests.py) has moments in fp32, as long as its basis stays, no weight
 decay and no ramp.
@@ -28,6 +28,7 @@ from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
+from spes_p2p.train.kept_gradients import ALL_ROWS, Share
 from spes_p2p.train.moment_store import (
     BLOCK_VALUES,
     MOMENTS,
@@ -41,7 +42,6 @@ from spes_p2p.train.moment_store import (
 )
 from spes_p2p.train.muon import Muon
 from spes_p2p.train.schedule import ramp
-from spes_p2p.train.zero import ALL_ROWS, Share
 
 __all__ = ["MOMENTS", "Group", "Optimizer"]
 

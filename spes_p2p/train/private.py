@@ -1,10 +1,10 @@
 """What a peer must save beside the committed state to go on exactly: values in training, moments, counts, RNG.
 
 `private_state` gives a tree of plain values and the very tensors that are trained, on their device, so that saving them
-one after the other takes no memory; it is the same at every rank, but for moments that the ranks share (zero.py): rank
-0 gets these in host memory. `load_private_state` takes a tree back, on rank 0
-from the tree and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which
-must have been adopted first. Moments are saved as they are kept; a peer that keeps them otherwise turns them.
+one after the other takes no memory; it is the same at every rank, but for moments that the ranks share
+(kept_gradients.py): rank 0 gets these in host memory. `load_private_state` takes a tree back, on rank 0 from the tree
+and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which must have been
+adopted first. Moments are saved as they are kept; a peer that keeps them otherwise turns them.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
-from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
+from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
 from spes_p2p.train.guests import GuestWork
+from spes_p2p.train.kept_gradients import ALL_ROWS, KeptGradients, Share, whole_moments
 from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.moment_store import Stored
@@ -36,7 +37,6 @@ from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, to_device
 from spes_p2p.train.trained_model import TrainedModel, TrainedTransformer
-from spes_p2p.train.zero import Sharded, Share, whole_moments
 
 
 class RankTrainer:
@@ -63,14 +63,15 @@ class RankTrainer:
         self.model = self.trained.module
         self.shares = ranks.world_size > 1 and config.optimizer.sharding == "zero2"
         """Whether each rank steps a part of everything."""
-        self.optimizer = Optimizer(config.optimizer, Share(ranks.rank, ranks.world_size) if self.shares else Share())
+        self._share = Share(ranks.rank, ranks.world_size) if self.shares else ALL_ROWS
+        self.optimizer = Optimizer(config.optimizer, self._share)
         self.loss_scale = LossScale(half_dtype(ranks.device))
         self.guests: GuestWork | None = None
         """What is trained in columns of others, in a run that has guests."""
         if config.model.guest_rank and isinstance(self.trained, TrainedTransformer):
             self.guests = GuestWork(self.trained.module, self.trained.table, self.optimizer, ranks)
         self.forward: nn.Module | None = None
-        """The model, or what the ranks have around it (DDP, Sharded), from the first `set_owned` on."""
+        """The model, or what is around it (DDP, KeptGradients), from the first `set_owned` on."""
         self._rehearsed = False
         self.parked: Parked | None = None
         """Where the tensors are while they are off the device."""
@@ -101,7 +102,7 @@ class RankTrainer:
 
     def park(self) -> None:
         """Takes all tensors off the device."""
-        if not self.shares and self.forward is not self.model:  # the buckets of DDP
+        if self.forward is not self.model and not isinstance(self.forward, KeptGradients):  # the buckets of DDP
             self.forward = None
         gc.collect()
         self.parked = Parked(self, self.ranks.device)
@@ -124,7 +125,7 @@ class RankTrainer:
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
             was_wrapped = self.forward not in (None, self.model)
-            if isinstance(self.forward, Sharded):
+            if isinstance(self.forward, KeptGradients):
                 self.forward.close()
             self.forward, self._rehearsed = None, False
             if was_wrapped:
@@ -133,12 +134,10 @@ class RankTrainer:
             in_fp32_here = self.ranks.world_size == 1 and not _has_bf16_gradients(self.config)
             if in_fp32_here and isinstance(self.model, Transformer):
                 self.model.add_gradients_in_place()
-            if self.shares:
+            if self.shares or _has_bf16_gradients(self.config):
                 whole = guest_parameters(self.model) if isinstance(self.model, Transformer) else ()
                 dtype = torch.bfloat16 if _has_bf16_gradients(self.config) else torch.float32
-                self.forward = Sharded(self.model, self.ranks, whole, dtype)
-            elif _has_bf16_gradients(self.config):  # DDP wants gradients of the parameters' dtype
-                self.forward = self.model
+                self.forward = KeptGradients(self.model, self.ranks, self._share, whole, dtype)
             else:
                 self.forward = wrap(self.model, self.ranks, compiled)
 
@@ -178,6 +177,8 @@ class RankTrainer:
         self, forward: nn.Module, batch: Batch, factor: float, should_drop: ShouldDrop
     ) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]] | None:
         """Makes the gradient of a step, times the loss scale; what `totals_of` gives, the norm without the scale."""
+        if isinstance(forward, KeptGradients):
+            forward.begin(self.step + self.round_steps)
         micro, scale = self.config.optimizer.micro_batch_sequences, self.loss_scale.value
         summed = accumulate_gradient(
             forward, batch, self.ranks, micro, factor, should_drop=should_drop, loss_scale=scale
@@ -185,22 +186,22 @@ class RankTrainer:
         if summed is None:
             return None
         sums, count_LE = summed
-        if isinstance(forward, Sharded):
+        if isinstance(forward, KeptGradients):
             forward.finish()
-        elif _has_bf16_gradients(self.config) and self.ranks.world_size > 1:
-            average_gradients(self.model, self.ranks)
-        counted = self._gradients(forward) if self.ranks.rank == 0 else []
-        norm = gradient_norm(forward.counted() if isinstance(forward, Sharded) else counted)
+            counted = forward.counted()
+        else:
+            counted = gradients_of(self.model) if self.ranks.rank == 0 else []
+        norm = gradient_norm(counted)
         square = (norm.double() / scale).square().to(self.ranks.device)
         return totals_of(self.ranks, sums, square, count_LE, batch)
 
     def _gradients(self, forward: nn.Module) -> list[Tensor]:
         """Those that this rank steps with."""
-        return forward.gradients() if isinstance(forward, Sharded) else gradients_of(self.model)
+        return forward.gradients() if isinstance(forward, KeptGradients) else gradients_of(self.model)
 
     def _clear_gradients(self, forward: nn.Module) -> None:
         """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
-        if isinstance(forward, Sharded):
+        if isinstance(forward, KeptGradients):
             forward.clear()
         else:
             self.model.zero_grad(set_to_none=forward is self.model)
@@ -305,7 +306,7 @@ class RankTrainer:
         self.is_updating = True
         clip_gradients(self._gradients(forward), norm, self.config.optimizer.grad_clip, self.loss_scale.value)
         self.loss_scale.note_good()
-        if isinstance(forward, Sharded):
+        if isinstance(forward, KeptGradients):
             self.optimizer.step(lr, forward.gradient)
             forward.fetch()
         else:

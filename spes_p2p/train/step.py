@@ -24,7 +24,7 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.model.losses import LossParts
 from spes_p2p.train.ddp import Ranks, agreed
-from spes_p2p.train.zero import Sharded
+from spes_p2p.train.kept_gradients import KeptGradients
 
 ShouldDrop = Callable[[float], bool]
 """Asked between two micro-batches with the share of them that is done: whether to give the step up."""
@@ -111,10 +111,11 @@ def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     count_LE = torch.zeros((), dtype=torch.float64, device=ranks.device)
     parts = list(micro_batches(batch, ranks, sequences))
+    exchanges_each = isinstance(forward, KeptGradients) and forward.exchanges_each
     for index, micro in enumerate(parts):
         if exchange and index and agreed(ranks, should_drop(index / len(parts))):
             return None
-        with _sync_gradients(forward, exchange and (index == len(parts) - 1 or isinstance(forward, Sharded))):
+        with _sync_gradients(forward, exchange and (exchanges_each or index == len(parts) - 1)):
             with autocast(ranks.device):
                 factors = owned_balance_factor, micro.head_factor, micro.weight * loss_scale
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, *factors)

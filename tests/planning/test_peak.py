@@ -21,10 +21,10 @@ from spes_p2p.experts import swiglu
 from spes_p2p.model import output_loss
 from spes_p2p.model.layers import RMSNorm, compute_dtype
 from spes_p2p.model.transformer import Transformer
-from spes_p2p.planning.memory import BUFFERS, HEAD, LAST, OPTIMIZER, Workload, predict
+from spes_p2p.planning.memory import BUFFERS, HEAD, LAST, OPTIMIZER, OUTPUT, Workload, predict
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.zero import Sharded
+from spes_p2p.train.kept_gradients import KeptGradients, Share
 from tests.model.tiny import init_normal_
 from tests.planning.runs import run_named
 
@@ -82,7 +82,12 @@ def peak_bytes(work: Workload) -> int:
     init_normal_(model, seed=0)
     if work.adds_in_place:
         model.add_gradients_in_place()
-    called: Any = model if work.shares == 1 else Sharded(model, Ranks(0, work.ranks), (), torch.float32)
+    called: Any = model
+    if work.shares > 1 or work.options.gradient_dtype == "bf16":
+        dtype = torch.bfloat16 if work.options.gradient_dtype == "bf16" else torch.float32
+        for parameter in model.parameters():
+            parameter.grad_dtype = dtype
+        called = KeptGradients(model, Ranks(0, work.ranks), Share(0, work.shares), (), dtype)
     tokens = torch.randint(0, work.model.vocab_size, (work.sequences, work.sequence_length))
     tracker = MemTracker()
     tracker.track_external(model)
@@ -121,15 +126,21 @@ def _nobody_else() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("owned", "vocabulary", "moment"), [(8, 500, LAST), (2, 20_000, HEAD)])
+SHARES = "optimizer.sharding=zero2"
+BF16 = "optimizer.gradient_dtype=bf16"
+
+
+@pytest.mark.parametrize(
+    ("option", "owned", "vocabulary", "moment"),
+    [(SHARES, 8, 500, LAST), (SHARES, 2, 20_000, HEAD), (BF16, 8, 500, LAST), (BF16, 2, 20_000, OUTPUT)],
+)
 @pytest.mark.usefixtures("_kernels", "_nobody_else")
-def test_the_peak_of_a_rank_that_shares_gradients_is_what_was_predicted(
-    owned: int, vocabulary: int, moment: str
+def test_the_peak_where_gradients_are_kept_apart_is_what_was_predicted(
+    option: str, owned: int, vocabulary: int, moment: str
 ) -> None:
-    shape = (*SHAPE, f"model.vocab_size={vocabulary}", "optimizer.batch_sequences=32", "optimizer.sharding=zero2")
-    work = Workload.of(run_named("tiny", *shape), owned, ranks=4)
+    shape = (*SHAPE, f"model.vocab_size={vocabulary}", "optimizer.batch_sequences=32", option)
+    work = Workload.of(run_named("tiny", *shape), owned, ranks=4 if option == SHARES else 1)
     memory = predict(work)
     assert memory.moment == moment
-    assert memory.allocated - memory.parts[OPTIMIZER] - memory.parts[BUFFERS] == pytest.approx(
-        peak_bytes(work), rel=0.05
-    )
+    predicted = memory.allocated - memory.parts[OPTIMIZER] - memory.parts[BUFFERS]
+    assert predicted == pytest.approx(peak_bytes(work), rel=0.05)

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 
 from spes_p2p.planning.memory import Workload, predict
 from spes_p2p.planning.options import KEYS, Options, is_agreed
 from spes_p2p.planning.report import Question, answer, usable
-from spes_p2p.planning.search import MOST_BF16_SUMS, most_columns, one_step_down, rungs, search
+from spes_p2p.planning.search import most_columns, one_step_down, rungs, search
 from spes_p2p.planning.units import GIB
 from tests.planning.runs import PUBLISHED, run_named
 
@@ -77,7 +76,7 @@ def test_a_config_that_fits_is_left_alone() -> None:
 
 def test_options_are_tried_in_the_order_of_what_they_cost() -> None:
     work = work_of("spes-7b")
-    ladder = rungs(work.options, local_only=False, micro_batches=work.micro_batches)
+    ladder = rungs(work.options, local_only=False)
     needs = [predict(replace(work, options=options)).total for options, _ in ladder]
     assert needs == sorted(needs, reverse=True)
     assert len(set(needs)) == len(needs)
@@ -135,30 +134,10 @@ def test_one_sentence_says_whether_it_fits(name: str, gib: int, words: str) -> N
         assert told.search.nearest.memory.total <= usable(gib * GIB)
 
 
-@FEW
-@given(st.sampled_from(PUBLISHED), st.sampled_from([1, 2, 8]), st.integers(4, 80).map(lambda size: size * GIB))
-def test_gradients_in_bf16_are_chosen_for_few_micro_batches_only(name: str, ranks: int, memory: int) -> None:
-    work = replace(work_of(name), ranks=ranks)
-    found = search(work, memory, local_only=True)
-    for fit in filter(None, (found.chosen, found.nearest)):
-        micro_batches = replace(work, options=fit.options).micro_batches
-        assert fit.options.gradient_dtype == "fp32" or micro_batches <= MOST_BF16_SUMS
-    is_tried = any(rung.adds == "optimizer.gradient_dtype=bf16" for rung in found.rungs)
-    assert is_tried == (work.micro_batches <= MOST_BF16_SUMS) == (not found.left_out)
-
-
-def test_so_few_gradients_lose_little_in_bf16_and_many_lose_most() -> None:
-    """As torch adds up what the micro-batches of a step give, where they agree most."""
-
-    def lost(count: int) -> float:
-        parameter = torch.nn.Parameter(torch.linspace(1.0, 2.0, 1000))
-        parameter.grad_dtype = torch.bfloat16
-        for _ in range(count):
-            (parameter * parameter.detach()).sum().backward()
-        assert parameter.grad is not None
-        whole = count * parameter.detach()
-        return float(((parameter.grad.float() - whole) / whole).abs().max())
-
-    assert lost(MOST_BF16_SUMS) < (MOST_BF16_SUMS + 1) / 512
-    assert lost(64) > 0.02
-    assert lost(512) > 0.45
+def test_ranks_share_gradients_and_moments_where_they_are_several_and_memory_is_short() -> None:
+    work = work_of("spes-7b")
+    for ranks, expected in ((1, False), (4, True)):
+        adds = [adds for _, adds in rungs(work.options, local_only=True, ranks=ranks)]
+        assert ("optimizer.sharding=zero2" in adds) == expected
+    muon = replace(work.options, optimizer="muon")
+    assert "optimizer.sharding=zero2" not in [adds for _, adds in rungs(muon, local_only=True, ranks=4)]

@@ -13,6 +13,7 @@ from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.errors import ConfigError
 from spes_p2p.state.moments import Moments, check_moments, within_bounds
 from spes_p2p.train import moment_store
+from spes_p2p.train.kept_gradients import KeptGradients
 from spes_p2p.train.moment_store import MOMENTS, SMALLEST_VALUES, EightBit, is_packed, stored_shapes, unpacked
 from spes_p2p.train.step import accumulate_gradient
 from spes_p2p.train.trainer import Trainer
@@ -111,7 +112,8 @@ def test_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
         rank = wide_trainer("optimizer.micro_batch_sequences=2", *overrides)._rank
         assert rank.forward is not None
         accumulate_gradient(rank.forward, batch_of(0, masked=(4, 5)), rank.ranks, 2, 1.0)
-        gradients.append({name: parameter.grad for name, parameter in rank.model.named_parameters()})
+        kept = rank.forward.gradient if isinstance(rank.forward, KeptGradients) else lambda parameter: parameter.grad
+        gradients.append({name: kept(parameter) for name, parameter in rank.model.named_parameters()})
     for name, exact in gradients[0].items():
         rounded = gradients[1][name]
         assert exact is not None

@@ -11,10 +11,10 @@ import torch
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.planning.memory import OPTIMIZER, Workload, predict
+from spes_p2p.train.kept_gradients import Share
 from spes_p2p.train.moment_store import MOMENTS
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
-from spes_p2p.train.zero import Share
 from tests.train.small import (
     CPU,
     SmallDevice,
