@@ -95,6 +95,7 @@ def text_of(report: RunReport, now: float) -> str:
         lines += ["", *_columns(report)]
     if report.banned:
         lines += ["", f"banned: {', '.join(map(short, report.banned))}"]
+        lines += ["  who found out a reducer has the proof in run/proofs/: spes-p2p run inspect --proof FILE"]
     if (data := _data_line(report)) is not None:
         lines += ["", f"data: {data}"]
     if report.mix:

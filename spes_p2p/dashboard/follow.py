@@ -125,7 +125,8 @@ class Follower:
         banned = Admission(manifest.roll, banned=manifest.banned).all_banned
         for peer in sorted(set(before["members"]) - set(now["members"])):
             kind, text = ("banned", "banned") if peer in banned else ("left", "no longer a member")
-            history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on")
+            where = f" (proof: run/proofs/{peer}.proof at who found it)" if peer in manifest.banned else ""
+            history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on{where}")
         if now["orphans"] != before["orphans"]:
             without = f"expert columns without an owner: {span_text(now['orphans'])}"
             history.add_event(at, "experts", "", without if now["orphans"] else "every expert column has an owner")

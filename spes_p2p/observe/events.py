@@ -103,6 +103,8 @@ class Peer:
     change: Literal["joined", "left", "lost", "banned"]
     who: str
     round: int
+    proof: str = ""
+    """Of who was banned: the file that shows why, where this peer has found it (`run inspect --proof`)."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def line(event: Event) -> str:
         case ExpertLoad():
             return _load_line(event)
         case Peer():
-            return f"peer {short(event.who)} {event.change} (round {event.round})"
+            proof = f"; the proof is {event.proof}" if event.proof else ""
+            return f"peer {short(event.who)} {event.change} (round {event.round}){proof}"
         case Columns():
             return _columns_line(event)
         case Pause():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -330,7 +331,9 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
         bus.emit(Peer("joined", peer, manifest.round))
     for peer in sorted(before - after):
         is_banned, has_left = peer in manifest.banned, peer in event.leavers
-        bus.emit(Peer("banned" if is_banned else "left" if has_left else "lost", peer, manifest.round))
+        proof = connection.disk.proofs.path_of(peer) if is_banned else None
+        change: Literal["banned", "left", "lost"] = "banned" if is_banned else "left" if has_left else "lost"
+        bus.emit(Peer(change, peer, manifest.round, "" if proof is None else str(proof)))
 
 
 def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:

@@ -13,6 +13,7 @@ from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import storing
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.driver import Driver
+from spes_p2p.sync.fraud import PROOFS, ProofFolder
 from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import JoinedRun
@@ -27,7 +28,8 @@ def open_disk(place: JoinedRun, run: Run, folder: Path, data: Callable[[DataRequ
     with storing(folder, 0):
         inputs = Inputs(folder / "inputs", layout)
         residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
-    return Disk(place.store, place.chain, place.votes, inputs, residuals, Bases(folder / "guests", layout), data=data)
+    bases, proofs = Bases(folder / "guests", layout), ProofFolder(folder / PROOFS, run.info)
+    return Disk(place.store, place.chain, place.votes, inputs, residuals, bases, proofs, data=data)
 
 
 def build_driver(run: Run, node: Node, tip: Commit, disk: Disk, role: Role, hooks: Hooks) -> Driver:

@@ -84,7 +84,7 @@ class Driver:
             core.me,
             RoundDisk(
                 layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases,
-                lambda: disk.judge,
+                lambda: disk.judge, disk.proofs, checker.check,
             ),
             self._fetchers.urgent, self._tasks, hooks.notice, role.held_bytes,
         )  # fmt: skip

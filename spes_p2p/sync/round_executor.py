@@ -33,11 +33,8 @@ from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.coding import UnfitTile
 from spes_p2p.sync.collecting import Collector
-from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
+from spes_p2p.sync.fraud import Charge, judged
 from spes_p2p.sync.round_work import RoundWork, SliceWork
-
-UNJUDGED = (LOST, WRONG_SIZE, OTHER_VALUES)
-"""Why somebody is left out of a slice without a look at its values."""
 
 
 class RoundExecutor:
@@ -147,15 +144,20 @@ class RoundExecutor:
 
     async def audit(self, action: do.Audit) -> None:
         """Makes a slice again that another has reduced."""
-        report = action.report.value
-        piece, judged = action.plan.value.slices[report.index], {p for p, why in report.left_out if why not in UNJUDGED}
-        taken = tuple(peer for peer in piece.contributors if peer in {*report.contributors, *judged})
-        finding = on.Finding.OPEN
-        async with self._work.slice_work(action.plan.value, replace(piece, contributors=taken)) as values:
+        report, plan = action.report.value, action.plan.value
+        piece = plan.slices[report.index]
+        taken = judged(piece.contributors, report)
+        finding, ready, tip = on.Finding.OPEN, self._core.state.round.ready, self._core.tip
+        async with self._work.slice_work(plan, replace(piece, contributors=taken), keeps=True) as values:
             if not self._core.wanted.audited(action.report):
                 return
             with contextlib.suppress(TileDamaged):  # mended beside
-                finding = await self._made_again(action.plan.value, report, taken, values)
+                finding = await self._made_again(plan, report, taken, values)
+            if finding is on.Finding.FALSE:
+                said = tuple(ready[entry] for entry in plan.roster if entry.peer in taken and entry in ready)
+                if where := await values.keep_proof(Charge(tip, plan, action.report, said)):
+                    text = f"it handed out what is not the mean of slice {piece.key}: the proof is {where}"
+                    self._notice(do.Notice("proof", text, report.reducer))
         if self._core.wanted.audited(action.report):
             self._tell(on.SliceAudited(action.report, finding))
 

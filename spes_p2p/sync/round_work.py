@@ -10,6 +10,7 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.manifest import Contribution, Merge, Slice
 from spes_p2p.consensus.messages import Content, Plan
 from spes_p2p.ids import Hash, PeerId
+from spes_p2p.sync.fraud import Charge
 
 T = TypeVar("T")
 Writing = Callable[[], AbstractAsyncContextManager[bool]]
@@ -53,6 +54,9 @@ class SliceWork(Protocol):
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
 
+    async def keep_proof(self, charge: Charge) -> str:
+        """Where a new proof lies that a report is false, of the values taken here; "" where none is kept."""
+
     async def stage(self) -> tuple[Hash, ...]:
         """Writes the mean as tiles; their hashes."""
 
@@ -60,8 +64,8 @@ class SliceWork(Protocol):
 class RoundWork(Protocol):
     """What is done with values, tiles and streams."""
 
-    def slice_work(self, plan: Plan, piece: Slice) -> AbstractAsyncContextManager[SliceWork]:
-        """Waits until there is memory for a slice."""
+    def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AbstractAsyncContextManager[SliceWork]:
+        """Waits until there is memory for a slice. `keeps`: what is taken may be needed for a proof."""
 
     async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """The results of all, beside each other where that is of use."""

@@ -19,6 +19,7 @@ from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.fraud import ProofFolder
 from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
@@ -95,6 +96,7 @@ class Disk:
     inputs: Inputs
     residuals: Residuals
     bases: Bases
+    proofs: ProofFolder
     moments: MomentStore | None = None
     """Optimizer moments offered to new owners of our columns; None on a node that does not train."""
     data: Callable[[DataRequest], Blob] | None = None

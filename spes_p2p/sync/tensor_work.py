@@ -6,7 +6,6 @@ Values come through `Transfers`, and everything made lies on the `CandidateState
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.manifest import (
     Contribution,
     Manifest,
@@ -38,13 +38,14 @@ from spes_p2p.state.staging import TileData
 from spes_p2p.state.version import DTYPE, Version, bytes_of
 from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
-from spes_p2p.sync.clipping import clipped_mean, opposed
 from spes_p2p.sync.coding import changed_values, encoded_change
+from spes_p2p.sync.fraud import Charge, Given, ProofFolder
 from spes_p2p.sync.guests import Bases, coordinate_bytes, read_coordinates, screen_coordinates, take_in
 from spes_p2p.sync.outgoing import Outgoing
-from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, screen, weighted_mean
+from spes_p2p.sync.reduce import NON_FINITE
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.round_work import SliceWork, Sure, Writing
+from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit
 from spes_p2p.sync.surroundings import ColumnJudge
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
@@ -75,6 +76,8 @@ class RoundDisk:
     committed: Callable[[], Version]
     bases: Bases
     judge: Callable[[], ColumnJudge | None]
+    proofs: ProofFolder
+    check_signature: CheckSignature
 
     def basis_of(self, piece: Slice) -> Basis | None:
         """The one in which guests train in a slice's column."""
@@ -111,12 +114,12 @@ class TensorWork:
     # ---- reducing ----
 
     @asynccontextmanager
-    async def slice_work(self, plan: Plan, piece: Slice) -> AsyncIterator[SliceWork]:
+    async def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AsyncIterator[SliceWork]:
         """What needs nobody else's values is made a few at a time: others fetch the first ones meanwhile."""
         is_alone = piece.contributors == (self._me,) and not self._disk.basis_of(piece)
         alone: AbstractAsyncContextManager[Any] = self._alone if is_alone else nullcontext()
         async with alone, self._memory_for(piece):
-            yield TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks)
+            yield TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks, keeps)
 
     @asynccontextmanager
     async def _memory_for(self, piece: Slice) -> AsyncIterator[None]:
@@ -227,9 +230,10 @@ class TensorSlice:
     """The `SliceWork` of a real peer: values on top of the state that was committed when it began."""
 
     def __init__(
-        self, me: PeerId, plan: Plan, piece: Slice, disk: RoundDisk, transfers: Transfers, tasks: Tasks
+        self, me: PeerId, plan: Plan, piece: Slice, disk: RoundDisk, transfers: Transfers, tasks: Tasks, keeps: bool
     ) -> None:
         self._me = me
+        self._keeps = keeps
         self._parent = plan.parent
         self._roster = {entry.peer: entry for entry in weighed(plan.roster, disk.rules.clips)}
         self._piece = piece
@@ -239,9 +243,9 @@ class TensorSlice:
         self._base = disk.committed()
         self._layout = disk.layout.in_round(self._base.round + 1)
         self._tiles = disk.tiles_of(piece)
-        first = self._tiles[0].start
-        self._parts = [slice(tile.start - first, tile.stop - first) for tile in self._tiles]
-        self._before = self._base.block(piece.block)[first : self._tiles[-1].stop]
+        self._parts = parts_of(self._tiles)
+        self._before = self._base.block(piece.block)[self._tiles[0].start : self._tiles[-1].stop]
+        self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
         self._basis = disk.basis_of(piece)
         self._guests: dict[PeerId, Values] = {}
@@ -265,6 +269,8 @@ class TensorSlice:
                 check_committed(self._layout, self._roster[me], shown.header, self._tiles, memoryview(shown.data))
         except RemoteProtocolError:
             return False
+        if shown is not None and self._keeps:
+            self._given[me] = Given(me, bytes(shown.header), bytes(shown.data))
         return shown is not None
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
@@ -272,22 +278,13 @@ class TensorSlice:
         opening, data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
         if self._disk.rules.audited_share:
             await self._tasks.in_thread(lambda: check_committed(self._layout, entry, opening, self._tiles, data))
-        self._found[entry.peer] = await self._tasks.in_thread(lambda: self._values_of(data))
+        if self._keeps:
+            self._given[entry.peer] = Given(entry.peer, bytes(opening), bytes(data))
+        found = await self._tasks.in_thread(lambda: sent_values(self._layout, self._tiles, data, self._before))
+        self._found[entry.peer] = found
 
     def _request(self, entry: Contribution) -> ValuesRequest:
         return ValuesRequest(self._parent, self._piece.first_tile, self._piece.tiles, pack(entry))
-
-    def _values_of(self, data: memoryview) -> Values:
-        """The values that a contribution stands for."""
-        codec = self._layout.codec_of(self._piece.block)
-        if codec == "fp32":
-            return np.frombuffer(data, DTYPE)
-        values, at = np.empty_like(self._before), 0
-        for tile, part in zip(self._tiles, self._parts, strict=True):
-            end = at + self._layout.wire_bytes(tile)
-            values[part] = changed_values(codec, data[at:end], self._before[part])
-            at = end
-        return values
 
     @property
     def has_guests(self) -> bool:
@@ -327,16 +324,7 @@ class TensorSlice:
         """
         rules = self._disk.rules
         found = {peer: self._found[peer] for peer in self._piece.contributors if peer in self._found}  # who audits must
-        codec = self._layout.codec_of(self._piece.block)
-        bounded = codec != "fp32" or self._layout.has_momentum or rules.clips
-        steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in self._roster.items()}
-        if rules.clips:
-            steps = dict.fromkeys(self._roster, 1)  # claims are not to be believed
-        elif (rules.expert_rounds if self._piece.block else rules.fragments) > 1:
-            steps = None  # those of a change are not this round's alone
-        refused = screen(found, self._before, steps, LARGEST_ENCODED if bounded else math.inf)
-        if rules.clips:
-            refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, self._before)
+        refused = unfit(rules, self._layout, self._piece.block, self._roster, found, self._before)
         if refused:
             self._check_sound()
         left_out |= refused
@@ -344,7 +332,7 @@ class TensorSlice:
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        mean = _mean(self._disk.rules, [found[peer] for peer in fit], self._before, self._tokens(fit), spent)
+        mean = mean_of(self._disk.rules, [found[peer] for peer in fit], self._before, self._tokens(fit), spent)
         found.clear()
         self._found.clear()
         if self._guests and self._basis is not None:
@@ -371,7 +359,7 @@ class TensorSlice:
         tokens = self._tokens(self.guests)
         if not self._disk.rules.clips:
             return list(zip(tokens, found, strict=True))
-        return [(sum(tokens), _mean(self._disk.rules, found, np.zeros_like(found[0]), tokens))]
+        return [(sum(tokens), mean_of(self._disk.rules, found, np.zeros_like(found[0]), tokens))]
 
     def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _HandedOut:
         codec = self._layout.codec_of(tile.block)
@@ -385,6 +373,15 @@ class TensorSlice:
     async def remade(self) -> tuple[Hash, ...]:
         tiles = (bytes_of(tile.data) if isinstance(tile.data, np.ndarray) else tile.data for tile in self._made)
         return await self._tasks.in_thread(lambda: tuple(map(hash_tile, tiles)))
+
+    async def keep_proof(self, charge: Charge) -> str:
+        state, given = (
+            b"".join(self._base.tile_hashes),
+            [self._given[p] for p in charge.piece.contributors if p in self._given],
+        )
+        check = self._disk.check_signature
+        path = await self._tasks.in_thread(lambda: self._disk.proofs.keep(charge, state, self._before, given, check))
+        return "" if path is None else self._disk.proofs.name_of(path)
 
     async def stage(self) -> tuple[Hash, ...]:
         return await self._tasks.in_thread(self._stage)
@@ -400,12 +397,3 @@ class TensorSlice:
         """Raises TileDamaged where one of these tiles is not as it was committed; the scrubber mends it."""
         for tile in self._tiles:
             self._base.sound_values(tile.id)
-
-
-def _mean(
-    rules: RunRules, values: Sequence[Values], base: Values, tokens: Sequence[int], into: Values | None = None
-) -> Values:
-    """As the run averages; see `clipped_mean` and `weighted_mean`."""
-    if rules.clips:
-        return clipped_mean(values, base, tokens, into)
-    return weighted_mean(values, tokens, into)

@@ -18,6 +18,7 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.dispatcher import Dispatcher
+from spes_p2p.sync.fraud import Charge
 from spes_p2p.sync.reduce import NON_FINITE
 from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.testing.judge import Guard, Judge
@@ -178,6 +179,9 @@ class SymbolSlice:
     async def remade(self) -> tuple[Hash, ...]:
         return reduce_tiles(self._plan, self._piece, self._fit)
 
+    async def keep_proof(self, charge: Charge) -> str:
+        return ""
+
     async def stage(self) -> tuple[Hash, ...]:
         self._disk.check_room()
         tiles = reduce_tiles(self._plan, self._piece, self._fit)
@@ -196,7 +200,7 @@ class SymbolWork:
         self._around = around
 
     @asynccontextmanager
-    async def slice_work(self, plan: Plan, piece: Slice) -> AsyncIterator[SliceWork]:
+    async def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AsyncIterator[SliceWork]:
         await Pause(self._around.work_seconds())
         yield SymbolSlice(plan, piece, self._disk, self._around)
 

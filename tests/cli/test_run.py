@@ -102,3 +102,10 @@ def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatc
     config = load_config(tmp_path / "mine.yaml")
     assert (config.sync.overlap, config.sync.steps_per_round) == (True, ((100, 5), (300, 10), (0, 400)))
     assert (config.sync.codec, config.model.guest_rank, config.swarm.target_replicas) == ("bf16", 16, 2)
+
+
+def test_a_file_that_is_no_proof_of_fraud_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "some.proof"
+    refused(spes_p2p("run", "inspect", "--proof", str(file)), "cannot be read")
+    file.write_bytes(b"something else")
+    refused(spes_p2p("run", "inspect", "--proof", str(file)), "proves nothing", "not a msgpack value")

@@ -10,10 +10,11 @@ import pytest
 
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.events import Eval, Round, Warning
+from spes_p2p.observe.events import Eval, Peer, Round, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LOOPBACK, Host, Running
+from tests.cli.conftest import spes_p2p
 from tests.fork_server import ForkedSwarm
 from tests.swarm.lying_peer import LIE
 from tests.swarm.micro import LOCAL, MICRO, config_of, nothing_left, peer_id_of, recomputed_state
@@ -79,6 +80,12 @@ def test_a_run_goes_on_with_one_that_lies(
     assert manifests[-1].banned == ((liar,) if is_banned else ())
     evals = sorted((event.round, event.loss) for some in events.values() for event in some if isinstance(event, Eval))
     assert evals[-1][1] < evals[0][1] - 0.3
+    if attack == "noisy-tiles":
+        proof = next(tmp_path.glob("p*/run/proofs/*.proof"))
+        assert f"{liar} has signed" in spes_p2p("run", "inspect", "--proof", str(proof)).output
+        bans = [event for some in events.values() for event in some if isinstance(event, Peer) and event.proof]
+        assert {(event.change, event.who) for event in bans} == {("banned", liar)}
+        assert all(Path(event.proof).exists() for event in bans)
     if attack == "sole-owner":
         pieces = [piece for manifest in manifests for piece in manifest.slices if piece.block]
         assert not [piece for piece in pieces if liar in piece.contributors]

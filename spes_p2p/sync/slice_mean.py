@@ -1,0 +1,65 @@
+"""The arithmetic of a slice: from what contributors send to the mean of those that are fit, as it is handed out.
+
+Who reduces a slice, who makes it again and who checks a proof of fraud do the same here. Plain functions over values;
+whom to ask, and where values lie, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Layout, Tile, Values
+from spes_p2p.state.version import DTYPE
+from spes_p2p.sync.clipping import clipped_mean, opposed
+from spes_p2p.sync.coding import changed_values
+from spes_p2p.sync.reduce import LARGEST_ENCODED, screen, weighted_mean
+
+
+def parts_of(tiles: Sequence[Tile]) -> list[slice]:
+    """Where each of a slice's tiles lies among its values."""
+    return [slice(tile.start - tiles[0].start, tile.stop - tiles[0].start) for tile in tiles]
+
+
+def sent_values(layout: Layout, tiles: Sequence[Tile], data: memoryview, before: Values) -> Values:
+    """The values that a contribution to a slice stands for; `before`: the committed ones."""
+    codec = layout.codec_of(tiles[0].block)
+    if codec == "fp32":
+        return np.frombuffer(data, DTYPE)
+    values, at = np.empty_like(before), 0
+    for tile, part in zip(tiles, parts_of(tiles), strict=True):
+        end = at + layout.wire_bytes(tile)
+        values[part] = changed_values(codec, data[at:end], before[part])
+        at = end
+    return values
+
+
+def unfit(
+    rules: RunRules, layout: Layout, block: int, roster: Mapping[PeerId, Contribution], found: Mapping[PeerId, Values],
+    before: Values,
+) -> dict[PeerId, str]:  # fmt: skip
+    """Whose values stay out of the mean, each with the reason."""
+    bounded = layout.codec_of(block) != "fp32" or layout.has_momentum or rules.clips
+    steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in roster.items()}
+    if rules.clips:
+        steps = dict.fromkeys(roster, 1)  # claims are not to be believed
+    elif (rules.expert_rounds if block else rules.fragments) > 1:
+        steps = None  # those of a change are not this round's alone
+    refused = screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf)
+    if rules.clips:
+        refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, before)
+    return refused
+
+
+def mean_of(
+    rules: RunRules, values: Sequence[Values], before: Values, tokens: Sequence[int], into: Values | None = None
+) -> Values:
+    """As the run averages; see `clipped_mean` and `weighted_mean`."""
+    if rules.clips:
+        return clipped_mean(values, before, tokens, into)
+    return weighted_mean(values, tokens, into)
