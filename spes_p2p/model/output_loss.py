@@ -5,7 +5,8 @@ while its logits are there, so that nothing is computed again in the backward pa
 gradient of the one sum that has one. Where the head's gradient is added in place (experts/gradients.py) it is there
 before that, so the sum must be differentiated as it is, with a gradient of 1. This is the one way for every device and
 checkpointing mode, so that no fused kernel of another library has to agree with it. Softmax in fp32 (softmax_loss.py),
-matrix products in the compute dtype, the gradient of the head in fp32.
+matrix products in the compute dtype, the gradient of the head in fp32; where a peer keeps sums of gradients in bf16, a
+slice at a time is rounded to that.
 
 Legend: N rows, n rows of a chunk, D d_model, V embedding rows.
 """
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spes_p2p.experts.gradients import sink
+from spes_p2p.experts.gradients import Sum, add_rounded, sum_of
 from spes_p2p.model.layers import compute_dtype
 from spes_p2p.model.losses import HeadSums
 from spes_p2p.model.softmax_loss import row_losses
@@ -56,8 +57,8 @@ def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor
     if not torch.is_grad_enabled():
         sums, _ = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, (False, False), None)
         return sums
-    into_VD = sink(head_VD)
-    return HeadSums(*cast(Any, _HeadSums.apply(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, into_VD)))
+    into = sum_of(head_VD)
+    return HeadSums(*cast(Any, _HeadSums.apply(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, into)))
 
 
 class _HeadSums(torch.autograd.Function):
@@ -72,10 +73,10 @@ class _HeadSums(torch.autograd.Function):
         counted_N: Tensor,
         output_z_weight: float,
         dtype: torch.dtype,
-        into_VD: Tensor | None,
+        into: Sum | None,
     ) -> HeadSums:
         wanted = ctx.needs_input_grad[:2]
-        sums, gradients = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, wanted, into_VD)
+        sums, gradients = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, wanted, into)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(sums.cross_entropy, sums.output_z)
         return sums
@@ -96,16 +97,16 @@ def _sums(  # noqa: PLR0913 (as `head_sums`, and what is wanted of it)
     output_z_weight: float,
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
-    into_VD: Tensor | None,
+    into: Sum | None,
 ) -> tuple[HeadSums, _Gradients]:
-    """The sums, and the gradients of x_ND and head_VD where `wanted`; the head's is added to `into_VD` if given."""
+    """The sums, and the gradients of x_ND and head_VD where `wanted`; the head's is added to `into` if given."""
     num_logits, parts = len(head_VD), []
     matrix_VD = _aligned(head_VD, dtype)
     gradients = _Gradients(
         torch.empty_like(x_ND, dtype=dtype) if wanted[0] else None,
-        torch.zeros_like(matrix_VD, dtype=torch.float32) if wanted[1] and into_VD is None else None,
+        torch.zeros_like(matrix_VD, dtype=torch.float32) if wanted[1] and into is None else None,
     )
-    d_head_VD = gradients.head_VD if into_VD is None else into_VD
+    head = into if gradients.head_VD is None else Sum(gradients.head_VD, None)
     rows = chunk_rows(len(matrix_VD), dtype)
     with torch.autocast(x_ND.device.type, enabled=False):
         for start in range(0, max(1, len(x_ND)), rows):
@@ -116,8 +117,8 @@ def _sums(  # noqa: PLR0913 (as `head_sums`, and what is wanted of it)
             parts.append(row_losses(logits_nV, num_logits, *targets, output_z_weight, any(wanted)))
             if gradients.x_ND is not None:
                 torch.mm(logits_nV, matrix_VD, out=gradients.x_ND[chunk])
-            if d_head_VD is not None:
-                _add_product(d_head_VD, logits_nV[:, : len(d_head_VD)].T, x_nD)
+            if head is not None:
+                _add_product(head, logits_nV[:, : len(head.total)].T, x_nD)
             del logits_nV  # before the next ones are made
     cross_entropy, output_z = torch.stack(parts).sum(0).unbind()
     sums = HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone())
@@ -135,9 +136,13 @@ def _aligned(head_VD: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix_VD
 
 
-def _add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
-    """Adds left @ right to the fp32 `sum_VD`, without a second one of its size."""
-    if left_Vn.dtype == sum_VD.dtype:
+def _add_product(into: Sum, left_Vn: Tensor, right_nD: Tensor) -> None:
+    """Adds left @ right to a sum [V, D], without a second one of its size."""
+    sum_VD, noise = into
+    if noise is not None:
+        for part_vD, part_vn in _slices(sum_VD, left_Vn):
+            add_rounded(part_vD, part_vn @ right_nD, noise)
+    elif left_Vn.dtype == sum_VD.dtype:
         sum_VD.addmm_(left_Vn, right_nD)
     elif _adds_into_fp32(sum_VD.device, left_Vn.dtype):
         torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=torch.float32, out=sum_VD)

@@ -34,6 +34,8 @@ GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 FOREIGN_BYTES = {"int8": 1, "fp8": 1}
 ROUNDED_VALUES, ROUNDED_BYTES = 2**24, 9
 """Gradient values that are added up in bf16 at once: each in fp32, beside a random number and whether it is NaN."""
+HEAD_SLICE = 8192
+"""Rows of the head whose gradient is rounded at once."""
 PIECE_VALUES = 2**26
 """Gradient values that the optimizer turns into fp32 at once."""
 WORKSPACE_BYTES = 64 * MIB
@@ -248,7 +250,10 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     early = all_gradients if work.accumulates else 0
     # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
     # makes one for a moment, and its fp32 gradient in the forward pass, which is where it stays if added in place
-    head_gradient = 4 * sizes.embedding
+    rounds_head = work.keeps_apart and work.shares == 1  # a slice at a time, into the sum in bf16
+    head_gradient = (
+        _rounded(work, min(HEAD_SLICE * model.d_model, sizes.embedding)) if rounds_head else 4 * sizes.embedding
+    )
     at_head = (early or head_gradient) if work.adds_in_place else early + head_gradient
     head_copy, attention = (_copied_bytes(work) * count for count in (sizes.embedding, sizes.attention))
     late_attention = attention // (1 if checkpointing == "none" else model.num_layers)
@@ -281,7 +286,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
             active.kept() + beside,
         ),
         FIRST: parts(0, all_gradients, active.kept_of_layer() + beside),
-        OUTPUT: parts(attention, early + head_gradient + arriving, active.kept()),
+        OUTPUT: parts(attention, at_head + arriving * (not rounds_head), active.kept()),
         INPUT: parts(0, all_gradients + arriving, 0),
         STEP: parts(0, all_gradients + _update_bytes(work, gradient, trained // work.shares), 0),
     }

@@ -23,11 +23,13 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from spes_p2p.experts.gradients import add_in_bf16, add_rounded
 from spes_p2p.train.moment_store import Stored, cut, form_of, stored_shapes
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 MOST_UNDER_WAY = 2
 """Whole gradients that may wait for their exchange."""
-ROUNDED_VALUES = 2**24
-"""Of a sum in bf16 that are there in fp32, with as many random numbers, at once."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,18 @@ class KeptGradients(nn.Module):
     """`model` with its gradients kept here. Called like the model, as DDP would be."""
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, share: Share, whole: Collection[nn.Parameter], dtype: torch.dtype
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        share: Share,
+        dtype: torch.dtype,
+        whole: Collection[nn.Parameter] = (),
+        rounds: Collection[nn.Parameter] = (),
     ) -> None:
-        """`whole`: parameters that every rank steps, whatever its `share`. `dtype`: of what is kept."""
+        """`dtype`: of what is kept. `whole`: parameters that every rank steps, whatever its `share`.
+
+        `rounds`: those for which the model itself can add to sums in bf16, piece by piece.
+        """
         super().__init__()
         self.model, self._ranks, self._share, self._dtype = model, ranks, share, dtype
         left_out = {id(parameter) for parameter in whole}
@@ -82,6 +91,8 @@ class KeptGradients(nn.Module):
         self._under_way: deque[_Exchange] = deque()
         self._exchanges = True
         self._noise = torch.Generator(ranks.device)
+        for parameter in rounds if dtype == torch.bfloat16 and not self._dealt else ():
+            add_in_bf16(parameter, partial(self._sum_of, parameter), self._noise)
 
     def forward(self, *arguments: Any) -> Any:
         self._receive_all()  # so that nothing of the last backward pass lies beside the activations of this one
@@ -95,6 +106,8 @@ class KeptGradients(nn.Module):
         """The model's gradients are its own again."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self.model.parameters():
+            add_in_bf16(parameter, None, self._noise)
         self.clear()
 
     @contextmanager
@@ -113,7 +126,8 @@ class KeptGradients(nn.Module):
 
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # the model has added it
+            return
         assert isinstance(parameter, nn.Parameter)
         if id(parameter) not in self._is_dealt:
             self._keep(parameter, gradient)
@@ -148,6 +162,11 @@ class KeptGradients(nn.Module):
             kept += gradient
         else:
             add_rounded(kept, gradient, self._noise)
+
+    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
+        if id(parameter) not in self._kept:
+            self._kept[id(parameter)] = torch.zeros_like(parameter, dtype=self._dtype)
+        return self._kept[id(parameter)]
 
     def finish(self) -> None:
         """After the last backward pass of a step: all gradients are here, those that are not dealt as their mean."""
@@ -198,18 +217,6 @@ class KeptGradients(nn.Module):
             for part, new in zip(parts, sent, strict=True):
                 if new.data_ptr() != part.data_ptr():
                     part.copy_(new)
-
-
-def add_rounded(total: Tensor, term: Tensor, noise: torch.Generator) -> None:
-    """Adds to a contiguous bf16 `total`: in fp32, then rounded up or down at random, so that the mean is exact."""
-    flat, terms = total.view(-1), term.reshape(-1)
-    for start in range(0, len(flat), ROUNDED_VALUES):
-        piece = flat[start : start + ROUNDED_VALUES]
-        exact = piece.float().add_(terms[start : start + ROUNDED_VALUES])
-        dither = torch.randint(2**16, exact.shape, generator=noise, dtype=torch.int32, device=exact.device)
-        dither.masked_fill_(exact != exact, 0)
-        exact.view(torch.int32).add_(dither)
-        piece.copy_(exact.view(torch.bfloat16)[1::2])  # the upper half of each value (all machines are little-endian)
 
 
 def whole_moments(ranks: Ranks, shape: torch.Size, moments: Stored) -> Stored:

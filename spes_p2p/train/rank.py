@@ -136,8 +136,9 @@ class RankTrainer:
                 self.model.add_gradients_in_place()
             if self.shares or _has_bf16_gradients(self.config):
                 whole = guest_parameters(self.model) if isinstance(self.model, Transformer) else ()
+                rounds = (self.model.head.weight,) if isinstance(self.model, Transformer) else ()
                 dtype = torch.bfloat16 if _has_bf16_gradients(self.config) else torch.float32
-                self.forward = KeptGradients(self.model, self.ranks, self._share, whole, dtype)
+                self.forward = KeptGradients(self.model, self.ranks, self._share, dtype, whole, rounds)
             else:
                 self.forward = wrap(self.model, self.ranks, compiled)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.train import kept_gradients
-from spes_p2p.train.kept_gradients import add_rounded
+from spes_p2p.experts import gradients
+from spes_p2p.experts.gradients import add_rounded
 from tests.train.small import batch_of, same_bits, small_config, trainer_of, values_of
 
 
@@ -31,7 +31,7 @@ def test_a_thousand_terms_are_all_counted_where_rounding_to_nearest_loses_most()
 
 
 def test_no_sum_is_far_off_and_none_that_is_not_finite_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_gradients, "ROUNDED_VALUES", 100)  # several pieces, the last one smaller
+    monkeypatch.setattr(gradients, "ROUNDED_VALUES", 100)  # several pieces, the last one smaller
     noise, term = torch.Generator().manual_seed(2), torch.randn(37, 21, generator=torch.Generator().manual_seed(3))
     total = torch.zeros_like(term, dtype=torch.bfloat16)
     for _ in range(512):
