@@ -210,6 +210,7 @@ GPU_TESTS = (
     "tests/experts/test_backends.py",
     "tests/experts/test_bank.py",
     "tests/experts/test_dispatch.py",
+    "tests/experts/test_quantise.py",
     "tests/experts/test_swiglu.py",
     "tests/model/test_softmax_loss.py",
     "tests/model/test_transformer.py",
@@ -221,12 +222,14 @@ def memory_rows() -> Iterator[Row]:
     """One option at a time, then together: each prints what was measured beside what `plan` says."""
     checkpointing, sequences = "model.activation_checkpointing", "optimizer.micro_batch_sequences"
     bf16, eight_bit = "optimizer.gradient_dtype=bf16", "optimizer.name=adamw8bit"
-    int8, away = "model.foreign_dtype=int8", "model.foreign_offload=true"
+    int8, nf4 = "model.foreign_dtype=int8", "model.foreign_dtype=nf4"
+    away = "model.foreign_offload=true"
     none, selective, full = (f"{checkpointing}={mode}" for mode in ("none", "selective", "full"))
     settings = (
         (none,), (selective,), (full,), (none, f"{sequences}=4"), (full, f"{sequences}=16"), (none, bf16),
-        (none, eight_bit), (full, eight_bit, bf16), (none, int8), (full, "model.foreign_dtype=fp8"), (full, away),
-        (selective, int8, away, bf16), (none, "--experts-per-peer", "0"), (full, "--experts-per-peer", "16"),
+        (none, eight_bit), (full, eight_bit, bf16), (none, int8), (full, "model.foreign_dtype=fp8"), (none, nf4),
+        (full, away), (selective, int8, away, bf16), (none, "--experts-per-peer", "0"),
+        (full, "--experts-per-peer", "16"),
     )  # fmt: skip
     for setting in settings:
         yield Row(f"memory {' '.join(part.rpartition('.')[2] for part in setting)}", memory(*setting), 40)

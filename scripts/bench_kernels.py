@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 TOLERANCE = 2e-2
 REPEATS = 10
 TOP_K = 4
+FOREIGN_KINDS: tuple[Literal["int8", "fp8", "nf4"], ...] = ("int8", "fp8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ def main() -> int:
 
 
 def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
-    from spes_p2p.experts import dispatch_kernels, swiglu_kernels, triton_backend
+    from spes_p2p.experts import dispatch_kernels, quantise_kernels, swiglu_kernels, triton_backend
     from spes_p2p.experts.dispatch import sort_by_slot
+    from spes_p2p.experts.quantise import Quantised, dequantise, quantise
     from spes_p2p.model import softmax_loss_kernels
 
     def random(*size: int) -> Tensor:
@@ -118,6 +121,19 @@ def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
         lambda: (dispatch_kernels.combine(x_ND, order.inverse_TK),),
         lambda: (x_ND.float()[order.inverse_TK].sum(1),),
     )
+
+    for kind in FOREIGN_KINDS:
+        held = quantise(kind, w_EFD)
+
+        def back(held: Quantised = held) -> tuple[Tensor]:
+            out = torch.empty_like(w_EFD)
+            quantise_kernels.dequantise(*held, out)
+            return (out,)
+
+        def back_by_torch(held: Quantised = held) -> tuple[Tensor]:
+            return (dequantise(Quantised(*(tensor.cpu() for tensor in held)), torch.empty(w_EFD.shape)).to(device),)
+
+        yield f"from {kind}", back, back_by_torch
 
     count, padded = min(rows, 1024), -(-shape.vocabulary // 64) * 64
     logits_nV = random(count, padded)

@@ -68,8 +68,10 @@ class ModelConfig(Section):
     expert_backend: Literal["auto", "grouped_mm", "triton", "quack", "megablocks", "eager"] = local(
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
     )
-    foreign_dtype: Literal["compute", "int8", "fp8"] = local(
-        "How experts that this peer does not train are held: in the compute dtype, or in one byte per value.", "compute"
+    foreign_dtype: Literal["compute", "int8", "fp8", "nf4"] = local(
+        "How experts that this peer does not train are held: in the compute dtype, in one byte per value (int8, fp8), "
+        "or in half a byte (nf4).",
+        "compute",
     )
     foreign_offload: bool = local(
         "Hold experts that this peer does not train in host memory, and fetch them one layer ahead.", False

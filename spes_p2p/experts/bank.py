@@ -1,10 +1,10 @@
 """All experts of one layer: what every peer needs for the forward pass, and what it trains.
 
-The store (stores.py) holds every expert in the compute dtype or cheaper, outside the state_dict and outside DDP. The
-masters hold the owned experts in fp32: two parameters, `gate_up` and `down`, or none where nothing is owned. `refresh`
-copies the masters into the store after an optimizer step. Owned experts lie first in the store, so that their rows are
-first after the sort, and the weight gradient of the owned experts alone is one product over the first `n_owned` group
-ends, with no host sync (mlp.py).
+The store (stores.py) holds every expert in the compute dtype, or foreign ones alone and cheaper, outside the state_dict
+and outside DDP. The masters hold the owned experts in fp32: two parameters, `gate_up` and `down`, or none where nothing
+is owned. `refresh` tells the store of new masters after an optimizer step. Owned experts have the first slots, so that
+their rows are first after the sort, and the weight gradient of the owned experts alone is one product over the first
+`n_owned` group ends, with no host sync (mlp.py).
 
 The world above knows three matrices an expert, as files name them; gate and up are the two halves of one here, so that
 one product serves both.
@@ -78,6 +78,10 @@ class ExpertBank(nn.Module):
         """The fp32 master of one part, [O, out, in] in the order of `owned`, or None where nothing is owned."""
         return cast("nn.Parameter | None", getattr(self, part))
 
+    def matrices(self, part: Part) -> Tensor:
+        """[E, out, in] by slot, in the compute dtype; see Store.matrices."""
+        return self.store.matrices(part, self.master(part))
+
     def slot(self, expert: int) -> int:
         """Where an expert lies in the store."""
         return self._slots[expert]
@@ -114,34 +118,30 @@ class ExpertBank(nn.Module):
             )
         if owned == self.owned:
             return
-        kept = {part: self._kept(part, owned) for part in PARTS}
+        masters = {part: self._new_master(part, owned) for part in PARTS}
         self._reorder(owned)
-        for part in PARTS:
-            self._new_master(part, kept[part])
+        for part, master in masters.items():
+            setattr(self, part, master)
 
-    def _kept(self, part: Part, owned: tuple[int, ...]) -> dict[int, Tensor]:
-        """The master values of experts that stay owned."""
-        master = self.master(part)
-        return {} if master is None else {e: master[self.slot(e)] for e in self.owned if e in owned}
+    def _new_master(self, part: Part, owned: tuple[int, ...]) -> nn.Parameter | None:
+        """With the values of the master or store of now."""
+        if not owned:
+            return None
+        new, old = torch.empty(len(owned), *self.shapes[part], device=self._slot_E.device), self.master(part)
+        for at, expert in enumerate(owned):
+            slot = self.slot(expert)
+            new[at].copy_(self.store.read(part, slot) if old is None or expert not in self.owned else old[slot])
+        return nn.Parameter(new)
 
     def _reorder(self, owned: tuple[int, ...]) -> None:
         experts = [*owned, *(expert for expert in range(self.num_experts) if expert not in owned)]
         old_slots = [self._slots[expert] for expert in experts]
-        self.store.reorder(old_slots, len(owned))
+        self.store.reorder(old_slots, len(owned), {part: self.master(part) for part in PARTS})
         if self.guests is not None:
             self.guests.reorder(old_slots, len(owned))
         self._slots = tuple(experts.index(expert) for expert in range(self.num_experts))
         self._slot_E.copy_(torch.tensor(self._slots))
         self.owned = owned
-
-    def _new_master(self, part: Part, kept: dict[int, Tensor]) -> None:
-        if not self.owned:
-            setattr(self, part, None)
-            return
-        master = torch.empty(len(self.owned), *self.shapes[part], device=self._slot_E.device)
-        for slot, expert in enumerate(self.owned):
-            master[slot].copy_(kept[expert] if expert in kept else self.store.read(part, slot))
-        setattr(self, part, nn.Parameter(master))
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -74,7 +74,7 @@ class _Experts(Function):
         weight_N = weight_TK.flatten().index_select(0, order_N)
         thin = None if guests is None else guests.thin(x_TD.dtype)
         x_ND = backend.gather(x_TD, order, order.end_1(len(ends_E)))
-        gate_up_N2F = backend.rows(x_ND, store.matrices("gate_up").mT, ends_E)
+        gate_up_N2F = backend.rows(x_ND, store.matrices("gate_up", master_gate_up).mT, ends_E)
         if thin is not None:
             for change, y_NF in zip(thin, gate_up_N2F.chunk(2, dim=1)):
                 y_NF += change.product(x_ND, ends_E, backend)
@@ -83,7 +83,7 @@ class _Experts(Function):
         ctx.save_for_backward(x_TD, weight_N, gate_up_N2F, *order)
         ctx.store, ctx.backend = store, backend
         ctx.masters, ctx.guests = (master_gate_up, master_down), guests
-        y_ND = backend.rows(hidden_NF, store.matrices("down").mT, ends_E)
+        y_ND = backend.rows(hidden_NF, store.matrices("down", master_down).mT, ends_E)
         if thin is not None:
             y_ND += thin[-1].product(hidden_NF, ends_E, backend)
         return backend.combine(y_ND, order)
@@ -98,7 +98,7 @@ class _Experts(Function):
         all_1 = order.end_1(len(order.ends_E))
         trained_1 = all_1 if thin is not None else order.end_1(0 if gate_up is None else len(gate_up))
         dy_ND = backend.gather(dy_TD.to(x_TD.dtype), order, all_1)
-        d_hidden_NF = backend.rows(dy_ND, store.matrices("down"), order.ends_E)
+        d_hidden_NF = backend.rows(dy_ND, store.matrices("down", down), order.ends_E)
         if thin is not None:
             d_hidden_NF += thin[-1].input_gradient(dy_ND, order.ends_E, backend)
         hidden_NF, d_gate_up_N2F, d_weight_N = swiglu.backward(d_hidden_NF, gate_up_N2F, weight_N, trained_1)
@@ -110,7 +110,7 @@ class _Experts(Function):
         dx_TD = None
         halves = d_gate_up_N2F.chunk(2, dim=1)
         if ctx.needs_input_grad[0]:
-            dx_ND = backend.rows(d_gate_up_N2F, store.matrices("gate_up"), order.ends_E)
+            dx_ND = backend.rows(d_gate_up_N2F, store.matrices("gate_up", gate_up), order.ends_E)
             if thin is not None:
                 for change, dy_NF in zip(thin, halves):
                     dx_ND += change.input_gradient(dy_NF, order.ends_E, backend)

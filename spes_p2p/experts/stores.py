@@ -1,8 +1,8 @@
 """How the experts of one layer are held for the forward pass: whole in the compute dtype, or foreign ones cheaper.
 
-`Dense` is the bank itself. `QuantizedStore` holds owned experts in the compute dtype and foreign ones in int8 or fp8,
-on the device or in pinned host memory (offload.py), and puts the matrices together in a workspace that all layers share
-whenever they are asked for: some copying each time, for one or two bytes a foreign value less.
+`Dense` is the bank itself. `QuantizedStore` holds foreign experts alone, in eight or four bits, on the device or in
+pinned host memory (offload.py), and puts the matrices together in a workspace that all layers share whenever they are
+asked for, those of owned experts from their masters: some copying each time, for less memory.
 
 Both answer the same calls (`Store`); who is owned, and the fp32 masters, are the bank's business (bank.py). Slots count
 owned experts first. Values are NaN until written.
@@ -10,7 +10,7 @@ owned experts first. Values are NaN until written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
@@ -23,30 +23,33 @@ from spes_p2p.experts.quantise import Quantised, dequantise, empty, quantise
 
 Part = Literal["gate_up", "down"]
 PARTS: tuple[Part, ...] = ("gate_up", "down")
-ForeignDtype = Literal["compute", "int8", "fp8"]
+ForeignDtype = Literal["compute", "int8", "fp8", "nf4"]
 
 
 class Store(Protocol):
-    """The matrices of all experts of a layer, [E, out, in] for each part."""
+    """The matrices of all experts of a layer, [E, out, in] for each part. `masters`: [O, out, in] of the owned ones."""
 
-    def matrices(self, part: Part) -> Tensor:
+    def matrices(self, part: Part, masters: Tensor | None) -> Tensor:
         """[E, out, in] in the compute dtype, to be read, until another layer is asked."""
         ...
 
     def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
-        """Writes some rows of one expert's matrix."""
+        """Writes some rows of one expert's matrix; of an owned one, the master has them, too."""
         ...
 
     def read(self, part: Part, slot: int) -> Tensor:
-        """One expert's matrix [out, in] in the compute dtype, to be read."""
+        """A foreign expert's matrix [out, in] in the compute dtype, to be read."""
         ...
 
     def refresh(self, part: Part, masters: Tensor) -> None:
-        """Takes the owned experts' values from their masters [O, out, in]."""
+        """The masters have changed."""
         ...
 
-    def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
-        """Slot s becomes what slot `old_slots[s]` was; the first `num_owned` are owned from now on."""
+    def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
+        """Slot s becomes what slot `old_slots[s]` was; the first `num_owned` are owned from now on.
+
+        `masters` are those before, whose values go into the store where their experts become foreign.
+        """
         ...
 
 
@@ -58,11 +61,11 @@ class Workspace:
     holds: dict[Part, object] = field(default_factory=dict)
     """Whose matrices a buffer has now; None once they changed."""
 
-    def buffer(self, part: Part, like: Tensor, experts: int) -> Tensor:
-        """[experts, out, in] in the dtype and on the device of `like` [_, out, in]."""
+    def buffer(self, part: Part, like: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """[E, out, in] in the dtype and on the device of `like`."""
         buffer = self.buffers.get(part)
-        if buffer is None or buffer.shape != (experts, *like.shape[1:]) or buffer.device != like.device:
-            buffer = self.buffers[part] = like.new_empty(experts, *like.shape[1:])
+        if buffer is None or buffer.shape != shape or buffer.device != like.device:
+            buffer = self.buffers[part] = like.new_empty(shape)
             self.holds[part] = None
         return buffer
 
@@ -97,7 +100,7 @@ class Dense(nn.Module):
         for part, shape in shapes.items():
             self.register_buffer(part, torch.full(shape, torch.nan, device=device, dtype=dtype), persistent=False)
 
-    def matrices(self, part: Part) -> Tensor:
+    def matrices(self, part: Part, masters: Tensor | None = None) -> Tensor:
         return cast(Tensor, getattr(self, part))
 
     def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
@@ -109,13 +112,15 @@ class Dense(nn.Module):
     def refresh(self, part: Part, masters: Tensor) -> None:
         self.matrices(part)[: len(masters)].copy_(masters)
 
-    def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
+    def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
         for part in PARTS:
             setattr(self, part, self.matrices(part)[torch.tensor(old_slots, device=self.matrices(part).device)])
 
 
 class QuantizedStore(nn.Module):
-    """Owned experts in the compute dtype, foreign ones quantised or on the host or both."""
+    """Foreign experts quantised or on the host or both; nothing of owned ones."""
+
+    _like: Tensor
 
     def __init__(
         self,
@@ -129,11 +134,9 @@ class QuantizedStore(nn.Module):
         self._kind, self._workspace, self._courier = foreign.dtype, foreign.workspace, courier
         self._where = torch.device("cpu") if courier else device
         self._pin = courier is not None and courier.pins
-        self._foreign: dict[Part, tuple[Tensor, ...]] = {}
-        self._dtype = dtype
-        for part, (experts, *shape) in shapes.items():
-            self.register_buffer(part, torch.empty(0, *shape, device=device, dtype=dtype), persistent=False)
-            self._foreign[part] = self._make_room((experts, *shape))
+        self._shapes, self._num_owned = shapes, 0
+        self.register_buffer("_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self._foreign: dict[Part, tuple[Tensor, ...]] = {part: self._make_room(shape) for part, shape in shapes.items()}
         if courier:
             courier.register(self, self._foreign)
 
@@ -145,7 +148,7 @@ class QuantizedStore(nn.Module):
     def _allocate(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         if self._kind != "compute":
             return tuple(empty(self._kind, shape, self._where, self._pin))
-        return (torch.full(shape, torch.nan, dtype=self._dtype, device=self._where, pin_memory=self._pin),)
+        return (torch.full(shape, torch.nan, dtype=self._like.dtype, device=self._where, pin_memory=self._pin),)
 
     def _make_room(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Raises RuntimeError in words where the host has too little memory to pin: CUDA's own do not say whose."""
@@ -157,17 +160,14 @@ class QuantizedStore(nn.Module):
             what = f"out of memory on the host: {shape[0]} offloaded experts of a layer could not be pinned"
             raise RuntimeError(f"{what} ({first_line(error)})") from error
 
-    def _owned(self, part: Part) -> Tensor:
-        return cast(Tensor, getattr(self, part))
-
-    def matrices(self, part: Part) -> Tensor:
-        owned, foreign = self._owned(part), self._foreign[part]
-        whole = self._workspace.buffer(part, owned, len(owned) + len(foreign[0]))
+    def matrices(self, part: Part, masters: Tensor | None) -> Tensor:
+        whole = self._workspace.buffer(part, self._like, self._shapes[part])
         if self._workspace.holds.get(part) is not self:
             self._workspace.holds[part] = None  # until all of it is here: memory may run out on the way
-            whole[: len(owned)].copy_(owned)
-            here = self._courier.fetch(self, part) if self._courier else foreign
-            self._fill(whole[len(owned) :], here)
+            if masters is not None:
+                whole[: self._num_owned].copy_(masters)
+            here = self._courier.fetch(self, part) if self._courier else self._foreign[part]
+            self._fill(whole[self._num_owned :], here)
             if self._courier:
                 self._courier.done(self, part)
             self._workspace.holds[part] = self
@@ -179,52 +179,38 @@ class QuantizedStore(nn.Module):
         else:
             dequantise(Quantised(*foreign), out)
 
+    def _held(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of a matrix as foreign ones are held."""
+        return (values,) if self._kind == "compute" else tuple(quantise(self._kind, values))
+
     def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
-        owned = self._owned(part)
-        if slot < len(owned):
-            owned[slot, rows].copy_(values)
-        else:
-            at = slot - len(owned)
-            changed = (values,) if self._kind == "compute" else quantise(self._kind, values)
-            for whole, new in zip(self._foreign[part], changed, strict=True):
-                whole[at, rows].copy_(new)
+        if slot >= self._num_owned:
+            for whole, new in zip(self._foreign[part], self._held(values), strict=True):
+                whole[slot - self._num_owned, rows].copy_(new)
         self._changed(part)
 
     def read(self, part: Part, slot: int) -> Tensor:
-        owned = self._owned(part)
-        if slot < len(owned):
-            return owned[slot]
-        foreign = tuple(tensor[slot - len(owned)] for tensor in self._foreign[part])
-        out = torch.empty(owned.shape[1:], dtype=owned.dtype, device=self._where)
-        self._fill(out, foreign)
-        return out.to(owned.device)
+        out = torch.empty(self._shapes[part][1:], dtype=self._like.dtype, device=self._where)
+        self._fill(out, tuple(tensor[slot - self._num_owned] for tensor in self._foreign[part]))
+        return out.to(self._like.device)
 
     def refresh(self, part: Part, masters: Tensor) -> None:
-        self._owned(part).copy_(masters)
         self._put_together_anew(part)
 
-    def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
+    def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
         for part in PARTS:
-            before, old_foreign = self._owned(part), self._foreign[part]
-            owned = before.new_empty(num_owned, *before.shape[1:])
-            for slot, old in enumerate(old_slots[:num_owned]):
-                owned[slot].copy_(self.read(part, old))
-            foreign = self._make_room((len(old_slots) - num_owned, *before.shape[1:]))
+            old_foreign, owned = self._foreign[part], masters[part]
+            foreign = self._make_room((len(old_slots) - num_owned, *self._shapes[part][1:]))
             for at, old in enumerate(old_slots[num_owned:]):
-                new = self._foreign_of(part, old)
+                if owned is not None and old < self._num_owned:
+                    new = self._held(owned[old])
+                else:  # the same bits as before
+                    new = tuple(tensor[old - self._num_owned] for tensor in old_foreign)
                 for whole, one in zip(foreign, new, strict=True):
                     whole[at].copy_(one)
-            del old_foreign
-            setattr(self, part, owned)
             self._foreign[part] = foreign
             self._changed(part)
-
-    def _foreign_of(self, part: Part, slot: int) -> tuple[Tensor, ...]:
-        """One expert in the form in which foreign experts are held; bit-identical if it was foreign before."""
-        owned = self._owned(part)
-        if slot >= len(owned):
-            return tuple(tensor[slot - len(owned)] for tensor in self._foreign[part])
-        return (owned[slot],) if self._kind == "compute" else tuple(quantise(self._kind, owned[slot]))
+        self._num_owned = num_owned
 
     def _put_together_anew(self, part: Part) -> None:
         if self._workspace.holds.get(part) is self:

@@ -23,15 +23,14 @@ ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 HEAD, LAST, FIRST, STEP = "the loss", "the last layer's backward", "the first layer's backward", "the update"
 OUTPUT, INPUT = "the head's backward", "the embedding's backward"
 """Moments of a step in which memory can be at its highest."""
-SCALE_BLOCK = 128
-"""Values of a quantised row that share one fp32 scale (the whole row where this does not divide it)."""
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": 4.0}
 """Of a trained value: two moments, in fp32, or in 8 bits with one fp32 scale for each 256 values; for Muon one, of the
 matrices of experts and attention."""
 STACK_VALUES = 2**24
 """Values of matrices that Muon orthogonalises at once."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
-FOREIGN_BYTES = {"int8": 1, "fp8": 1}
+FOREIGN_BYTES = {"int8": (1, 128), "fp8": (1, 128), "nf4": (0.5, 64)}
+"""Of a foreign value, and how many values of a row share one fp32 scale (all where that does not divide the row)."""
 ROUNDED_VALUES, ROUNDED_BYTES = 2**24, 9
 """Gradient values that are added up in bf16 at once: each in fp32, beside a random number and whether it is NaN."""
 HEAD_SLICE = 8192
@@ -161,15 +160,14 @@ def trained_value_bytes(options: Options, ranks: int = 1) -> float:
 def bank_bytes(work: Workload) -> int:
     """All experts for the forward pass, on the device.
 
-    compute: c E P_c. Otherwise owned ones c O P_c, a workspace of one layer c E P_c / L, and the foreign ones,
-    (E - O) P_c, as they are held; offloaded, only two layers of these.
+    compute: c E P_c. Otherwise a workspace of one layer c E P_c / L, and the foreign ones, (E - O) P_c, as they are
+    held; offloaded, only two layers of these.
     """
-    sizes, owned = Sizes.of(work.model), work.owned
+    sizes = Sizes.of(work.model)
     if not _is_thrifty(work.options):
         return work.compute_bytes * sizes.experts
     layers = 2 / work.model.num_layers if work.options.foreign_offload else 1
-    own = work.compute_bytes * (owned * sizes.column + sizes.num_experts * sizes.expert)
-    return own + round(layers * foreign_bytes(work))
+    return work.compute_bytes * sizes.num_experts * sizes.expert + round(layers * foreign_bytes(work))
 
 
 def foreign_bytes(work: Workload) -> int:
@@ -179,12 +177,14 @@ def foreign_bytes(work: Workload) -> int:
     if kind == "compute":
         return work.compute_bytes * foreign * 3 * model.d_model * model.expert_ffn
     values = 2 * model.expert_ffn * model.d_model, model.d_model * model.expert_ffn
-    per_value = (FOREIGN_BYTES[kind] + 4 / _scale_block(width) for width in (model.d_model, model.expert_ffn))
+    per_value = (_quantised_bytes(kind, width) for width in (model.d_model, model.expert_ffn))
     return round(foreign * sum(count * size for count, size in zip(values, per_value, strict=True)))
 
 
-def _scale_block(width: int) -> int:
-    return SCALE_BLOCK if width % SCALE_BLOCK == 0 else width
+def _quantised_bytes(kind: str, width: int) -> float:
+    """Of a value in a row of `width`."""
+    size, block = FOREIGN_BYTES[kind]
+    return size + 4 / (block if width % block == 0 else width)
 
 
 def _is_thrifty(options: Options) -> bool:

@@ -32,7 +32,7 @@ CHEAP_TOKENS = 4096
 MOST_TOKENS = 32_768
 """Larger micro-batches gain nothing any more."""
 _CHECKPOINTING = ("none", "selective", "full")
-_FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit", "muon"), "foreign_dtype": ("int8", "fp8")}
+_FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit", "muon"), "foreign_dtype": ("int8", "fp8", "nf4")}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from spes_p2p.experts import dispatch_kernels, swiglu_kernels
+from spes_p2p.experts import dispatch_kernels, quantise_kernels, swiglu_kernels
+from spes_p2p.experts.quantise import Kind, quantise
 from spes_p2p.experts.triton_backend import TritonGrouped
 from spes_p2p.model import softmax_loss_kernels
 
@@ -67,6 +68,10 @@ def launch_all() -> None:
         logits_nV = torch.zeros(rows, 50_304, dtype=torch.bfloat16)
         softmax_loss_kernels.row_losses(logits_nV, 50_257, target_n, counted_n, 1e-4, with_gradient)
     x_ND, w_EFD = torch.zeros(rows, width, dtype=torch.bfloat16), torch.zeros(4, ffn, width, dtype=torch.bfloat16)
+    values, out = torch.zeros(64, width), torch.zeros(64, width, dtype=torch.bfloat16)
+    kinds: tuple[Kind, ...] = ("int8", "fp8", "nf4")
+    for kind in kinds:
+        quantise_kernels.dequantise(*quantise(kind, values), out)
     order_N, backend = torch.zeros(4 * rows, dtype=torch.int64), TritonGrouped()
     dispatch_kernels.combine(dispatch_kernels.gather(x_ND, order_N, ends_E, 4), order_N.view(rows, 4))
     y_NF = backend.rows(x_ND, w_EFD.mT, ends_E)

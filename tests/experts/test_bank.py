@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import pytest
@@ -109,7 +110,7 @@ def test_odd_widths_and_bf16(backend: Backend, width: int, ffn: int, dtype: torc
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("foreign", ["compute", "int8", "fp8"])
+@pytest.mark.parametrize("foreign", ["compute", "int8", "fp8", "nf4"])
 @pytest.mark.parametrize("owned", OWNED, ids=str)
 def test_foreign_experts_held_otherwise(owned: tuple[int, ...], foreign: ForeignDtype, on_host: bool) -> None:
     """As with a whole bank of the values that `read` gives."""
@@ -120,14 +121,16 @@ def held(dtype: ForeignDtype, on_host: bool) -> Foreign:
     return Foreign(dtype, HostPrefetcher(torch.device("cpu")) if on_host else None)
 
 
-@pytest.mark.parametrize("foreign", ["int8", "fp8"])
-def test_foreign_experts_take_a_byte_a_value(foreign: ForeignDtype) -> None:
+@pytest.mark.parametrize(
+    ("foreign", "value", "block"), [("int8", 1, 128), ("fp8", 1, 128), ("nf4", Fraction(1, 2), 64)]
+)
+def test_foreign_experts_alone_are_held_in_few_bits(foreign: ForeignDtype, value: Fraction, block: int) -> None:
     width, ffn = 256, 128
     bank = make_bank((1, 4), Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
     assert isinstance(bank.store, QuantizedStore)
     values = 3 * width * ffn
-    assert bank.store.foreign_bytes == (E - 2) * (values + 4 * values // 128)
-    assert sum(buffer.nbytes for buffer in bank.store.buffers()) == 2 * 2 * values
+    assert bank.store.foreign_bytes == (E - 2) * (value * values + 4 * values // block)
+    assert sum(buffer.nbytes for buffer in bank.store.buffers()) == 0
 
 
 @pytest.mark.parametrize("foreign", ["compute", "int8"])
@@ -211,9 +214,9 @@ def test_refresh_shows_the_masters_to_the_forward_pass() -> None:
     assert master is not None
     with torch.no_grad():
         master[1] += 1.0
-    before = bank.store.matrices("gate_up").clone()
+    before = bank.matrices("gate_up").clone()
     bank.refresh()
-    changed = (bank.store.matrices("gate_up") != before).flatten(1).any(1)
+    changed = (bank.matrices("gate_up") != before).flatten(1).any(1)
     assert changed.tolist() == [slot == bank.slot(4) for slot in range(E)]
 
 

@@ -61,7 +61,7 @@ def test_bytes_of_gradients_and_optimizer_state() -> None:
     assert sum(gradient.nbytes for gradient in gradients) == trained_bytes
     moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert sum(moment.nbytes for moment in moments) == 2 * trained_bytes
-    assert sum(bank.store.matrices(part).nbytes for bank in model.banks for part in PARTS) == 4 * 8 * column_values
+    assert sum(bank.matrices(part).nbytes for bank in model.banks for part in PARTS) == 4 * 8 * column_values
 
 
 def test_a_step_changes_owned_experts_alone() -> None:
@@ -77,7 +77,7 @@ def test_a_step_changes_owned_experts_alone() -> None:
 def up_of(bank: ExpertBank, expert: int) -> torch.Tensor:
     """As the forward pass sees it."""
     part, rows = bank.rows_of("up")
-    return bank.store.matrices(part)[bank.slot(expert), rows]
+    return bank.matrices(part)[bank.slot(expert), rows]
 
 
 @pytest.fixture

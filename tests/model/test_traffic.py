@@ -20,9 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spes_p2p.experts import backends, swiglu
+from spes_p2p.experts import backends, stores, swiglu
 from spes_p2p.experts.choice import resolve_backend
 from spes_p2p.experts.dispatch import Order
+from spes_p2p.experts.quantise import Quantised
 from spes_p2p.model import output_loss
 from spes_p2p.model.layers import RMSNorm, compute_dtype
 from spes_p2p.model.transformer import Transformer
@@ -120,6 +121,10 @@ def own_kernels(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         made("combine", (rows, order.inverse_TK), y)
         return y
 
+    def dequantise(quantised: Quantised, out: Tensor) -> Tensor:
+        made("dequantise", tuple(quantised), out)
+        return out
+
     def losses(logits: Tensor, *rest: Any) -> Tensor:
         made("softmax loss", (logits, logits), logits)
         return torch.empty(2)
@@ -129,6 +134,7 @@ def own_kernels(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         patch.setattr(output_loss, "row_losses", losses)
         patch.setattr(output_loss, "_adds_into_fp32", lambda device, dtype: True)
         patch.setattr(torch, "addmm", lambda into, left, right, **named: made("addmm", (left, right, into), into))
+        patch.setattr(stores, "dequantise", dequantise)
         patch.setattr(backends, "gather_rows", gather)
         patch.setattr(backends, "sum_rows", combine)
         patch.setattr(swiglu, "forward", forward)
@@ -136,9 +142,9 @@ def own_kernels(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         yield
 
 
-def of_micro_batch(layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+def of_micro_batch(layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Traffic:
     """The second one of a step: gradients are there already."""
-    config = run_named("spes-7b", f"model.num_layers={layers}", "model.expert_backend=grouped_mm")
+    config = run_named("spes-7b", f"model.num_layers={layers}", "model.expert_backend=grouped_mm", *overrides)
     resolve_backend("grouped_mm", torch.device("cpu"), torch.bfloat16)  # tried with values, once
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True), own_kernels(traffic, monkeypatch):
@@ -148,6 +154,8 @@ def of_micro_batch(layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         tokens = torch.empty(SEQUENCES, config.data.sequence_length, dtype=torch.int64)
+        traffic.bytes.clear()  # what making the model took
+        traffic.launches.clear()
         with traffic:
             with torch.autocast("cpu", torch.bfloat16):
                 total = model(tokens).total
@@ -155,9 +163,9 @@ def of_micro_batch(layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch)
     return traffic
 
 
-def of_a_layer(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, Traffic]:
+def of_a_layer(in_place: bool, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[Traffic, Traffic]:
     """A layer's, and that of what is there once."""
-    one, two = (of_micro_batch(layers, in_place, monkeypatch) for layers in (1, 2))
+    one, two = (of_micro_batch(layers, in_place, monkeypatch, *overrides) for layers in (1, 2))
     layer, rest = Traffic(), Traffic()
     for kind in ("bytes", "launches"):
         getattr(layer, kind).update(getattr(two, kind))
@@ -183,3 +191,16 @@ def test_what_is_added_in_place_saves_what_autograd_would_move(monkeypatch: pyte
         sum(plain_layer.bytes.values()) - sum(layer.bytes.values()) == 8 * experts
     )  # a cast to fp32, and 2 bytes read
     assert sum(plain_rest.bytes.values()) - sum(rest.bytes.values()) > 12e9
+
+
+@pytest.mark.parametrize(("kind", "value"), [("int8", 1 + 4 / 128), ("fp8", 1 + 4 / 128), ("nf4", 0.5 + 4 / 64)])
+def test_foreign_experts_are_read_once_and_written_once_a_pass(
+    kind: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and scales read, two bytes written; of owned ones the fp32 masters read. Forward and backward pass."""
+    plain, _ = of_a_layer(True, monkeypatch)
+    held, _ = of_a_layer(True, monkeypatch, f"model.foreign_dtype={kind}")
+    expert = 3 * 2048 * 2048
+    more = 2 * expert * ((EXPERTS - OWNED) * (value + 2) + OWNED * (4 + 2))
+    assert sum(held.bytes.values()) - sum(plain.bytes.values()) == more
+    assert sum(held.launches.values()) - sum(plain.launches.values()) == 2 * 2 * 2  # passes, parts, owned and foreign

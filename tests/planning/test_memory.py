@@ -111,7 +111,7 @@ def test_the_loss_takes_as_many_rows_at_once_as_planned(name: str) -> None:
     assert planned == chunk_rows(aligned, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["compute", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["compute", "int8", "fp8", "nf4"])
 def test_weights_are_what_a_model_holds(kind: str) -> None:
     work = small(f"model.foreign_dtype={kind}", "model.d_model=128", "model.expert_ffn=128")
     model = Transformer(work.model, (1, 2, 5), device="cpu", expert_dtype=torch.bfloat16)
@@ -172,7 +172,7 @@ SETTINGS = st.builds(
     gradient_dtype=st.sampled_from(["fp32", "bf16"]),
     optimizer=st.sampled_from(["adamw", "adamw8bit"]),
     activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
-    foreign_dtype=st.sampled_from(["compute", "int8", "fp8"]),
+    foreign_dtype=st.sampled_from(["compute", "int8", "fp8", "nf4"]),
     foreign_offload=st.booleans(),
 )
 
