@@ -59,19 +59,19 @@ def quantise(kind: Kind, values: Tensor) -> Quantised:
 
 def _pairs(scaled: Tensor) -> Tensor:
     """Numbers of the nearest levels, the first of two in the low half of a byte."""
-    levels = nf4_levels(scaled.device)
+    levels = torch.tensor(nf4_levels(), device=scaled.device)
     numbers = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
     low, high = F.pad(numbers, (0, numbers.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
     return low | high << 4
 
 
 @cache
-def nf4_levels(device: torch.device) -> Tensor:
-    """[16] from -1 to 1, rising, zero among them: eight quantiles of the positive half, seven of the negative one."""
+def nf4_levels() -> tuple[float, ...]:
+    """16 from -1 to 1, rising, zero among them: eight quantiles of the positive half, seven of the negative one."""
     below, above = ([0.5 + 0.4677083 * step / steps for step in range(1, steps + 1)] for steps in (7, 8))
     negative, positive = ([NormalDist().inv_cdf(share) for share in shares] for shares in (below, above))
     levels = [*(-value for value in reversed(negative)), 0.0, *positive]
-    return torch.tensor([value / positive[-1] for value in levels], device=device)
+    return tuple(value / positive[-1] for value in levels)
 
 
 def dequantise(quantised: Quantised, out: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def dequantise(quantised: Quantised, out: Tensor) -> Tensor:
 
 def _unpaired(codes: Tensor, width: int) -> Tensor:
     numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., :width]
-    return nf4_levels(codes.device)[numbers.int()]
+    return torch.tensor(nf4_levels(), device=codes.device)[numbers.int()]
 
 
 def try_kernels(device: torch.device) -> None:

@@ -6,6 +6,8 @@ Imported where there is CUDA alone. A program takes GROUPS groups of codes that 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +51,11 @@ def _nibbles(codes, scales, levels, out, groups, WIDTH: tl.constexpr, GROUPS: tl
     tl.store(out + at, (value * scale[:, None]).to(out.dtype.element_ty), mask=is_value)
 
 
+@cache
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(nf4_levels(), device=device)
+
+
 def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """See quantise.dequantise; all are contiguous, and of nf4 no half of a byte is left over."""
     groups = scales.numel()
@@ -60,7 +67,7 @@ def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     grid, sizes = (triton.cdiv(groups, each),), {"WIDTH": width, "GROUPS": each, "LANES": lanes}
     with on_device_of(out):
         if codes.dtype == torch.uint8:
-            _nibbles[grid](codes, scales, nf4_levels(out.device), out, groups, **sizes)
+            _nibbles[grid](codes, scales, _levels(out.device), out, groups, **sizes)
         elif codes.dtype == torch.float8_e4m3fn:
             _bytes[grid](codes.view(torch.uint8), scales, out, groups, FP8=True, **sizes)
         else:

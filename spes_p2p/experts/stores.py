@@ -160,6 +160,7 @@ class QuantizedStore(nn.Module):
             what = f"out of memory on the host: {shape[0]} offloaded experts of a layer could not be pinned"
             raise RuntimeError(f"{what} ({first_line(error)})") from error
 
+    @torch.no_grad()
     def matrices(self, part: Part, masters: Tensor | None) -> Tensor:
         whole = self._workspace.buffer(part, self._like, self._shapes[part])
         if self._workspace.holds.get(part) is not self:

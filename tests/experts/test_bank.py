@@ -16,7 +16,7 @@ from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import MATRICES, ExpertBank, Matrix
 from spes_p2p.experts.choice import resolve_backend
 from spes_p2p.experts.offload import HostPrefetcher
-from spes_p2p.experts.stores import Foreign, ForeignDtype, QuantizedStore
+from spes_p2p.experts.stores import PARTS, Foreign, ForeignDtype, QuantizedStore
 
 E, D, FFN, TOP_K = 6, 8, 12, 2
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -218,6 +218,22 @@ def test_refresh_shows_the_masters_to_the_forward_pass() -> None:
     bank.refresh()
     changed = (bank.matrices("gate_up") != before).flatten(1).any(1)
     assert changed.tolist() == [slot == bank.slot(4) for slot in range(E)]
+
+
+@pytest.mark.parametrize("foreign", ["int8", "nf4"])
+def test_owned_experts_are_read_from_their_masters(foreign: ForeignDtype) -> None:
+    bank = make_bank((1, 4), Eager(), dtype=torch.bfloat16, foreign=Foreign(foreign))
+    for change in (0.0, 1.0):
+        for part in PARTS:
+            master = bank.master(part)
+            assert master is not None
+            with torch.no_grad():
+                master.add_(change)
+            bank.refresh()
+            whole = bank.matrices(part)
+            assert not whole.requires_grad
+            assert torch.equal(whole[:2], master.bfloat16())
+            assert whole.isfinite().all()
 
 
 @pytest.mark.parametrize("on_host", [False, True])
