@@ -93,6 +93,7 @@ class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+    MPS = "mps"
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]

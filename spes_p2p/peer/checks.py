@@ -53,6 +53,8 @@ class Machine:
     host_free_bytes: int
     host_total_bytes: int
     cores: int
+    rocm: str | None = None
+    """What torch was built for instead, in words."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Gpu:
     total_bytes: int
     trouble: str = ""
     """Why it cannot train."""
+    limits: str = ""
+    """What it does less well than others."""
 
 
 def machine_checks(machine: Machine, on_gpu: bool = True) -> list[Check]:
@@ -79,7 +83,7 @@ def _python(machine: Machine) -> Check:
 
 
 def _torch(machine: Machine) -> Check:
-    text = f"{machine.torch}, " + (f"for CUDA {machine.cuda}" if machine.cuda else "without CUDA")
+    text = f"{machine.torch}, " + (f"for CUDA {machine.cuda}" if machine.cuda else machine.rocm or "without CUDA")
     text += f"; {machine.driver}" if machine.driver else ""
     if machine.driver and not machine.gpus:
         why = "torch has no CUDA" if machine.cuda is None else "torch cannot use it"
@@ -98,6 +102,7 @@ def _gpus(machine: Machine, on_gpu: bool) -> Iterable[Check]:
             yield Check("gpu", "failure" if none_can and on_gpu else "warning", gpu.trouble, "use --device cpu")
             continue
         text = f"{number}: {gpu.name}, {gib_text(gpu.free_bytes)} of {gib_text(gpu.total_bytes)} free"
+        text += f"; {gpu.limits}" if gpu.limits else ""
         crowded = gpu.total_bytes - gpu.free_bytes > IN_USE_SHARE * gpu.total_bytes
         fix = "close the other programs that use it (nvidia-smi lists them)" if crowded else ""
         yield Check("gpu", "warning" if crowded else "ok", text, fix)

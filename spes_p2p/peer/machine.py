@@ -14,7 +14,7 @@ import torch
 
 from spes_p2p.errors import first_line
 from spes_p2p.peer.checks import Disk, Gpu, Machine
-from spes_p2p.peer.devices import why_it_cannot_train
+from spes_p2p.peer.devices import limits_of, why_it_cannot_train
 from spes_p2p.train.memory import free_and_total_bytes
 
 NVIDIA_SMI = "nvidia-smi"
@@ -29,6 +29,7 @@ def find_machine() -> Machine:
         python=sys.version_info[:3],
         torch=f"torch {torch.__version__.partition('+')[0]}",
         cuda=torch.version.cuda,
+        rocm=None if torch.version.hip is None else f"for ROCm {torch.version.hip}",
         driver=_driver(),
         gpus=tuple(_gpus()),
         host_free_bytes=free,
@@ -62,7 +63,8 @@ def _gpus() -> list[Gpu]:
     for number in range(torch.cuda.device_count()):
         trouble = why_it_cannot_train(number)
         try:
-            found.append(Gpu(torch.cuda.get_device_name(number), *torch.cuda.mem_get_info(number), trouble))
+            name, free_and_total = torch.cuda.get_device_name(number), torch.cuda.mem_get_info(number)
+            found.append(Gpu(name, *free_and_total, trouble, limits_of(number)))
         except RuntimeError as error:
             found.append(Gpu("a GPU", 0, 0, trouble or first_line(error)))
     return found

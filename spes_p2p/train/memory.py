@@ -40,6 +40,9 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """(free, all) bytes of the device; on the CPU what the system could give without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
+    if device.type == "mps":
+        most = torch.mps.recommended_max_memory()
+        return max(0, most - torch.mps.driver_allocated_memory()), most
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, _available_bytes(total)), total
 

@@ -27,6 +27,8 @@ MOMENTUM = "momentum"
 """In their place where the tensor is stepped by Muon."""
 BLOCK_VALUES = 256
 """Values that share a scale."""
+FUSED_ON = "cpu", "cuda"
+"""Devices on which AdamW is one kernel."""
 SMALLEST_VALUES = 4096
 """Tensors with fewer values are kept in fp32."""
 PIECE_VALUES = 2**26
@@ -131,14 +133,15 @@ class Float32:
 
     def _update_batch(self, pieces: list[Piece], steps: int, lr: float) -> None:
         device, config = pieces[0].values.device, self._config
-        fused = device.type in ("cpu", "cuda")
+        fused = device.type in FUSED_ON
         adamw(
             [piece.values for piece in pieces],
             [piece.gradient.float() for piece in pieces],
             [piece.moments[MOMENTS[0]] for piece in pieces],
             [piece.moments[MOMENTS[1]] for piece in pieces],
             [],
-            list(torch.full((len(pieces),), float(steps), device=device).unbind()),
+            # counts that are not part of a fused kernel are read by the host
+            list(torch.full((len(pieces),), float(steps), device=device if fused else None).unbind()),
             foreach=not fused,
             fused=fused,
             amsgrad=False,

@@ -17,7 +17,8 @@ class Parked:
     """What lay on `device` of all tensors that `root` holds, kept in host memory until `bring_back`."""
 
     def __init__(self, root: object, device: torch.device) -> None:
-        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in _tensors(root, device)}
+        parks = device.type != "mps"  # torch cannot resize storages there: they stay
+        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in _tensors(root, device) if parks}
         self._device = device
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in storages.values():

@@ -35,7 +35,7 @@ from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_norm
 from spes_p2p.train.parking import Parked
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
-from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, to_device
+from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, sum_dtype, to_device
 from spes_p2p.train.trained_model import TrainedModel, TrainedTransformer
 
 
@@ -193,7 +193,7 @@ class RankTrainer:
         else:
             counted = gradients_of(self.model) if self.ranks.rank == 0 else []
         norm = gradient_norm(counted)
-        square = (norm.double() / scale).square().to(self.ranks.device)
+        square = (norm.to(sums.dtype) / scale).square().to(self.ranks.device)
         return totals_of(self.ranks, sums, square, count_LE, batch)
 
     def _gradients(self, forward: nn.Module) -> list[Tensor]:
@@ -281,13 +281,13 @@ class RankTrainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
         device = self.ranks.device
-        total, targets = torch.zeros(2, dtype=torch.float64, device=device)
+        total, targets = torch.zeros(2, dtype=sum_dtype(device), device=device)
         # as it is: other shapes would be compiled for it
         with nullcontext() if self.guests is None else self.guests.left_out(), _as_it_is():
             for batch in batches:
                 with autocast(device):
                     parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
-                total += parts.cross_entropy.double() * parts.targets
+                total += parts.cross_entropy.to(total.dtype) * parts.targets
                 targets += parts.targets
         return float(total / targets)
 

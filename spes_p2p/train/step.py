@@ -105,11 +105,12 @@ def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
     `forward` is the model, or what ranks have around it. Without `exchange` each rank keeps its own, whatever happens
     to the others. None, with a part of the gradient left behind, where rank 0's `should_drop` said so; then no rank has
     begun to exchange what belongs to the next micro-batch.
-    Returns this rank's sums, fp64 on the device: [4], cross entropy and output z-loss times counted sequences,
-    load balancing and router z-loss times sequences; and [L, E], the assignments of each expert in each layer.
+    Returns this rank's sums, in `sum_dtype` on the device: [4], cross entropy and output z-loss times counted
+    sequences, load balancing and router z-loss times sequences; and [L, E], the assignments of each expert in each
+    layer.
     """
-    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
-    count_LE = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    dtype = sum_dtype(ranks.device)
+    sums, count_LE = (torch.zeros(shape, dtype=dtype, device=ranks.device) for shape in ((4,), ()))
     parts = list(micro_batches(batch, ranks, sequences))
     exchanges_each = isinstance(forward, KeptGradients) and forward.exchanges_each
     for index, micro in enumerate(parts):
@@ -124,6 +125,11 @@ def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
         sums[2:] += torch.stack((losses.load_balancing, losses.router_z)) * len(micro.token_BS)
         count_LE = count_LE + losses.count_LE
     return sums, count_LE
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What sums over a step are in: fp64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:

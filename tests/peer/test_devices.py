@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.peer import devices, machine
 from spes_p2p.peer.checks import machine_checks
-from spes_p2p.peer.devices import choose_cards, choose_device
+from spes_p2p.peer.devices import choose_cards, choose_device, step_on
 from spes_p2p.peer.fitting import measure, measure_ranks
 from spes_p2p.peer.machine import find_machine
 from spes_p2p.peer.options import NetworkOptions, PeerOptions
@@ -58,8 +59,8 @@ class Box:
     ("name", "words"),
     [
         ("gpu", "is not a device"),
-        ("mps", "on a CPU or on CUDA only"),
-        ("meta", "on a CPU or on CUDA only"),
+        ("mps", "torch sees no GPU of Apple's here"),
+        ("meta", "on a CPU, on CUDA or on Apple's GPUs"),
         ("cuda:7", "no such GPU, cuda:0 is the only one"),
     ],
 )
@@ -94,6 +95,42 @@ def test_old_and_small_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     box = Box(monkeypatch, GOOD)
     with pytest.raises(ConfigError, match=r"--local-ranks asks for 2 ranks, but 1 GPUs can train$"):
         box.cards(8, options=replace(OPTIONS, local_ranks=2))
+
+
+def test_apples_gpu_makes_a_step_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    box, mps = Box(monkeypatch), torch.device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("mps") == mps
+    assert choose_device("auto") == torch.device("cpu")  # until somebody has tried it
+    assert math.isfinite(step_on(torch.device("cpu")))
+
+    def lacks(device: torch.device) -> float:
+        raise NotImplementedError("The operator 'aten::_embedding_bag' is not implemented for MPS\nand more")
+
+    monkeypatch.setattr(devices, "step_on", lacks)
+    missing = r"mps cannot train with torch .*: The operator 'aten::_embedding_bag' is"
+    with pytest.raises(ConfigError, match=missing) as told:
+        box.cards(8, mps)
+    assert "MPS_FALLBACK" in told.value.fix
+    with pytest.raises(ConfigError, match="--local-ranks is 2, but several ranks cannot share mps"):
+        box.cards(8, mps, replace(OPTIONS, local_ranks=2))
+    monkeypatch.setattr(devices, "step_on", lambda device: 1.0)
+    assert box.cards(8, mps) == ()
+    assert "fp32" in box.said[0]
+
+
+def test_a_gpu_says_what_it_lacks_and_amds_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Box(monkeypatch, ("T4", (7, 5), 16))
+    assert box.cards(8) == (0,)
+    assert box.said == ["T4 has no bf16: it trains in fp16 with a loss scale"]
+    box = Box(monkeypatch, ("Instinct MI50", (6, 0), 16))
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # its numbers mean something else
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert box.cards(8) == (0,)
+    assert "ROCm" in box.said[0]
+    found = {check.name: check for check in machine_checks(find_machine())}
+    assert "for ROCm 7.0" in found["torch"].text
+    assert "ROCm" in found["gpu"].text
 
 
 def test_a_gpu_without_tensor_cores_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

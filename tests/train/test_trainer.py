@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.experts.bank import MATRICES
+from spes_p2p.train import moment_store
 from spes_p2p.train.rank import RankTrainer
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import StepResult, Trainer
@@ -362,3 +366,29 @@ def test_a_parked_trainer_keeps_nothing_on_the_gpu() -> None:
     trainer.park()
     assert torch.cuda.memory_allocated(gpu) == before
     assert same_bits(values_of(trainer), values)
+
+
+class _NoDouble(TorchDispatchMode):
+    """A device without fp64, as Apple's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, result)):
+            assert not (isinstance(one, torch.Tensor) and one.dtype == torch.float64), f"{func} in fp64"
+        return result
+
+
+@pytest.mark.parametrize("guests", [0, 2])
+def test_a_device_without_fp64_and_fused_kernels_trains_alike(guests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("optimizer.micro_batch_sequences=2", f"model.guest_rank={guests}")
+    usual, other = trainer_of(config), trainer_of(config)
+    wanted, held_out = usual.train_step(batch_of(0)), usual.evaluate([batch_of(1)])
+    monkeypatch.setattr(moment_store, "FUSED_ON", ())
+    for module in ("step", "rank"):
+        monkeypatch.setattr(f"spes_p2p.train.{module}.sum_dtype", lambda device: torch.float32)
+    with _NoDouble():
+        result = other.train_step(batch_of(0))
+        assert other.evaluate([batch_of(1)]) == pytest.approx(held_out, rel=1e-5)
+    assert (result.loss, result.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-5)
+    assert result.expert_counts == wanted.expert_counts
+    assert largest_difference(values_of(other), values_of(usual)) < 1e-6
