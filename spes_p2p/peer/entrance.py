@@ -13,7 +13,6 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
-from spes_p2p.interop.own import run_layout
 from spes_p2p.limits import allow_open_files
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.folder import RUN, claim_folder
@@ -112,6 +111,8 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
         _check_same(expected, agreed, info)
     data = () if options.data is None else (f"data.path={options.data}",)
     config = apply_peer_overrides(agreed, [*options.overrides, *data])
+    from spes_p2p.interop.own import run_layout  # loads torch: who only looks at a run does without
+
     layout = run_layout(config, options.model)
     if options.owned_experts is not None:
         check_columns(options.owned_experts, layout.num_columns)

@@ -1,14 +1,14 @@
 """What travels of a tile: its values with the fp32 codec, else its change against the committed values, encoded.
 And what becomes of it in the state of who gets it.
 
-Plain fp32 on the host, each operation rounded on its own: what one peer decodes, all do. Knows no round.
+Plain fp32 on the host, each operation rounded on its own: what one peer decodes, all do. Knows no round. Codecs are
+imported where they are used, since they load torch, which who only looks at a run does not need.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import Codec
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash
@@ -24,6 +24,8 @@ class UnfitTile(RemoteProtocolError):
 
 def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | None) -> tuple[bytes, Values]:
     """wanted - before, with what was kept of earlier changes, in a codec that is not fp32; and what is not in there."""
+    from spes_p2p.codecs.lossy import decode, encode
+
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite must arrive as such, to be found
         change = np.subtract(wanted, before)
         if kept is not None:
@@ -34,6 +36,8 @@ def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | 
 
 def changed_values(codec: Codec, data: bytes | memoryview, before: Values) -> Values:
     """before + what `data` stands for. Raises ValueError for data of another length."""
+    from spes_p2p.codecs.lossy import decode
+
     change = decode(codec, data, len(before))
     with np.errstate(invalid="ignore", over="ignore"):
         values: Values = np.add(change, before, out=change)

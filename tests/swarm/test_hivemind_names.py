@@ -9,6 +9,8 @@ import ast
 import asyncio
 import inspect
 import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Coroutine, Iterator
 from importlib.metadata import version
@@ -138,3 +140,16 @@ def test_who_watches_a_daemon_learns_of_its_end() -> None:
         assert P2P._UNIX_SOCKET_PREFIX.startswith("/unix/")
 
     with_two(body)
+
+
+def test_who_only_looks_at_a_run_loads_no_torch_and_the_rest_of_hivemind_is_there_all_the_same() -> None:
+    asked = (
+        "import sys, spes_p2p.peer.visiting, spes_p2p.sync.report\n"
+        "print(sorted({'torch', 'scipy', 'transformers', 'hivemind.averaging'} & set(sys.modules)))\n"
+        "import hivemind\n"
+        "from hivemind.utils import MPFuture, get_logger\n"
+        "print(hivemind.__version__, hivemind.DHT.__module__, MPFuture.__module__, get_logger.__module__)"
+    )
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    places = "hivemind.dht.dht hivemind.utils.mpfuture hivemind.utils.logging"
+    assert said.splitlines() == ["[]", f"{version('hivemind')} {places}"]

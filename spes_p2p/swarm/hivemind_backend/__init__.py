@@ -11,12 +11,16 @@
     directory   the DHT
     network     puts them together
 
-Importing it takes seconds (hivemind imports torch): do so inside commands.
+Importing it loads no torch (see `without_torch`), but takes a part of a second: do so inside commands.
 """
 
-from spes_p2p.swarm.hivemind_backend.identity import RsaSigner
-from spes_p2p.swarm.hivemind_backend.network import HivemindNetwork
-from spes_p2p.swarm.hivemind_backend.reach import Reach
-from spes_p2p.swarm.hivemind_backend.thread import NetworkThread
+from spes_p2p.swarm.hivemind_backend.without_torch import postpone
+
+postpone()  # before anything of hivemind is imported
+
+from spes_p2p.swarm.hivemind_backend.identity import RsaSigner  # noqa: E402
+from spes_p2p.swarm.hivemind_backend.network import HivemindNetwork  # noqa: E402
+from spes_p2p.swarm.hivemind_backend.reach import Reach  # noqa: E402
+from spes_p2p.swarm.hivemind_backend.thread import NetworkThread  # noqa: E402
 
 __all__ = ["HivemindNetwork", "NetworkThread", "Reach", "RsaSigner"]

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 import msgpack
-from hivemind.dht import DHTNode
+from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
