@@ -105,7 +105,7 @@ class RoundExecutor:
             self._told = (head, set())
         if (peer, reason) not in self._told[1]:
             self._told[1].add((peer, reason))
-            self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
+            self._notice(do.Notice("left out", f"its values for slice {piece.key} were left out: {reason}", peer))
 
     def _is_wanted(self, report: Report) -> bool:
         return self._core.wanted.reduced(report.plan, report.index)

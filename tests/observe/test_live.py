@@ -38,7 +38,10 @@ STATE = LiveState(
     losses=tuple(4 - 0.01 * n for n in range(100)),
     bytes_sent=1_100_000_000, bytes_received=1_240_000_000, seconds_to_sync=42.0, keys=True,
     invite="spes-p2p invite --folder peer",
-    messages=("10:32:01 warning: peer abc123: left out of slice 3: lost", "10:33:40 peer xyz987 joined (round 14)"),
+    messages=(
+        "10:32:01 warning: peer abc123: its values for slice 3 were left out: lost",
+        "10:33:40 peer xyz987 joined (round 14)",
+    ),
 )  # fmt: skip
 
 

@@ -303,7 +303,7 @@ def test_one_line_says_what_happened_and_no_exception(story: Story) -> None:
         assert any(death.said.values()), f"nobody said a word about the end of {death.victim}"
         for lines in death.said.values():
             assert sum(" lost (round " in line for line in lines) <= 1, lines
-            assert sum("left out of slice" in line for line in lines) <= 1, lines
+            assert sum("were left out" in line for line in lines) <= 1, lines
 
 
 def test_what_each_recorded_is_decided_again(story: Story) -> None:
