@@ -103,7 +103,7 @@ class RemoteFolder:
         return self._there
 
     def forget(self) -> None:
-        """Lists again the next time: somebody else writes here, too."""
+        """Lists again the next time."""
         self._there = None
 
     def _path(self, name: str) -> str:
@@ -161,7 +161,7 @@ class RemoteArchive:
         """
         try:
             await self._look()
-        except NetworkError as error:
+        except (NetworkError, RemoteProtocolError) as error:
             if chain.length == 0:
                 raise
             self._say_once(f"the archive cannot be read yet: {error}")
@@ -252,8 +252,11 @@ class RemoteArchive:
                 if newest is not None and newest.round > 0 and chain.commit_of(newest) is not None:
                     await self._put(newest, chain, store.version(newest.round))
                 pause = LOOK_SECONDS
-            except (NetworkError, StateError) as error:  # a state that was left meanwhile, too: the next is tried
-                self._say_once(f"the archive is not up to date: {error}")
+            except PermanentError as error:
+                self._say(f"the archive is not kept up to date any more: {error} ({error.fix})")
+                await asyncio.Event().wait()
+            except (NetworkError, RemoteProtocolError, StateError) as error:
+                self._say_once(f"the archive is not up to date: {error}")  # a state that was left meanwhile, too
                 pause = RETRY_SECONDS if isinstance(error, NetworkError) else LOOK_SECONDS
             await asyncio.sleep(pause)
 
@@ -272,6 +275,7 @@ class RemoteArchive:
         await asyncio.to_thread(self._folder.write, "run.yaml", self._run.info.config.encode())
         kept = _Kept(line, version.tile_hashes)
         await asyncio.to_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
+        await self._check_there(tiles)
         await self._refuse_others()
         await asyncio.to_thread(self._folder.write, NEWEST, kept.head.hex().encode())
         self._pointer, self._kept, self._said = kept.head.hex().encode(), kept, ""
@@ -291,11 +295,18 @@ class RemoteArchive:
             await _each([asyncio.to_thread(self._folder.remove, name) for name in some])
 
     async def _refuse_others(self) -> None:
-        """Raises NetworkError where `newest` is not what this node knows of it: somebody else writes there, too."""
+        """Raises PermanentError where `newest` is not what this node knows of it: somebody else writes there, too."""
         if await asyncio.to_thread(self._folder.read, NEWEST) != self._pointer:
-            self._has_looked = False
-            self._folder.forget()
-            raise NetworkError(f"another node writes to {self._folder.url}", fix="give each node a URL of its own")
+            raise PermanentError(f"another node writes to {self._folder.url}", fix="give each node a URL of its own")
+
+    async def _check_there(self, tiles: Iterable[Hash]) -> None:
+        """Raises PermanentError where a tile that was there is gone: what is announced next must be whole."""
+        self._folder.forget()
+        there = await asyncio.to_thread(self._folder.sizes)
+        if gone := [name for name in tiles if _tile(name) not in there]:
+            raise PermanentError(
+                f"somebody has removed {len(gone)} files at {self._folder.url}", fix="give each node a URL of its own"
+            )
 
     async def _put_renewals(self, folder: Path) -> None:
         there = await asyncio.to_thread(self._folder.sizes)

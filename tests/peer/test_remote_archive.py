@@ -195,6 +195,18 @@ def test_a_crash_at_any_change_leaves_a_whole_state_and_the_next_node_goes_on(fo
     with_archive(folder, play, CONFIG)
 
 
+class Losing(RemoteFolder):
+    """Somebody else removes a tile as soon as it is there."""
+
+    def write(self, name: str, data: bytes) -> None:
+        super().write(name, data)
+        if name.startswith("tiles/") and self.left:
+            self.left = False
+            RemoteFolder(self.url).remove(name)
+
+    left = True
+
+
 def test_what_an_upload_left_is_not_sent_again(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         newest = (await evening(swarm, 1)).manifest
@@ -264,8 +276,12 @@ def test_two_nodes_that_write_to_one_url_find_out_before_anything_is_lost(folder
         await other._look()
         older, newer = (chain.commit(round).manifest for round in store.rounds()[-2:])
         await one._put(older, chain, store.version(older.round))
-        with pytest.raises(NetworkError, match="another node writes to"):
+        with pytest.raises(PermanentError, match="another node writes to"):
             await other._put(newer, chain, store.version(newer.round))
+        third = archive_of(swarm, Losing(f"{URL}-of-another"), [])
+        await third._look()
+        with pytest.raises(PermanentError, match="somebody has removed 1 files"):
+            await third._put(newer, chain, store.version(newer.round))
         assert await restored(swarm, folder / "found", RemoteFolder(URL), []) == older.round
 
     with_archive(folder, play, CONFIG)
