@@ -65,7 +65,8 @@ def load_latest(root: Path, store: Path | None = None) -> tuple[Checkpoint, tupl
                 f"{bad.name} is damaged ({why}); continuing from {folder.name}" for bad, why in refused
             )
     reasons = "".join(f"; {why}" for _, why in refused)
-    raise CheckpointError(f"no usable checkpoint in {root}{reasons}", fix="remove the damaged checkpoints")
+    fix = "remove the damaged checkpoints" if refused else "give the folder of a peer that has trained"
+    raise CheckpointError(f"no usable checkpoint in {root}{reasons}", fix=fix)
 
 
 def load_checkpoint(folder: Path, verify_state: bool = True, store: Path | None = None) -> Checkpoint:

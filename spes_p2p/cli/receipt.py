@@ -73,6 +73,6 @@ def receipt_text(receipt: Receipt) -> str:
     return (
         f"run {info.run_id} with fingerprint {info.fingerprint.hex()} has counted of {account.peer}:\n"
         f"  {account.tokens:,} tokens ({share:.1f}% of the run's) and {account.steps:,} steps, in "
-        f"{account.rounds:,} rounds of {shown.round:,}\n  by the ledger of manifest {shown.name.hex()[:16]}, "
+        f"{account.rounds:,} of {shown.round:,} rounds\n  by the ledger of manifest {shown.name.hex()[:16]}, "
         f"signed by {signers}"
     )

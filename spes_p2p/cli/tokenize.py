@@ -61,7 +61,8 @@ def tokenize(
         typer.echo(f"{manifest.bad_lines:,} bad lines were left out (--strict makes them an error)", err=True)
     if result.files_skipped:
         typer.echo(f"{result.files_skipped} of {len(manifest.inputs)} input files had been finished before")
+    documents, shards = manifest.documents, len(manifest.shards)
     typer.echo(
-        f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}) of {manifest.documents:,} documents in "
-        f"{len(manifest.shards)} shards; vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"
+        f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}) of {documents:,} document{'s' * (documents != 1)} in "
+        f"{shards} shard{'s' * (shards != 1)}; vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"
     )

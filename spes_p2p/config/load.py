@@ -84,7 +84,8 @@ def bundled_config(name: str) -> Path:
     for folder in _bundled_folders():
         if (path := folder / f"{name}.yaml").is_file():
             return path
-    fix = f"choose one of: {', '.join(bundled_names())}"
+    near = difflib.get_close_matches(name, bundled_names(), n=1)
+    fix = f"did you mean {near[0]}?" if near else f"choose one of: {', '.join(bundled_names())}"
     raise ConfigError(f"spes-p2p has no bundled config named {name}", fix=fix)
 
 
@@ -201,9 +202,11 @@ def _mistake(key: str, errors: list[Any], tree: Mapping[str, Any]) -> ConfigErro
     if key == section:
         return ConfigError(f"{key} is {_brief(tree[key])}, not a section", fix=f"put the keys of {key} under it")
     wanted = str(errors[0]["msg"])
-    if len(errors) > 1 or len(errors[0]["loc"]) > 2:  # a list, or one of several types: say what the field means
+    # A list, one of several types, or a pattern: say what the field means.
+    if len(errors) > 1 or len(errors[0]["loc"]) > 2 or kind == "string_pattern_mismatch":
         wanted = str(dict(fields_of_tree())[key].description)
-    return ConfigError(f"{key} is {_brief(tree[section][key.partition('.')[2]])}", fix=f"{key}: {wanted}")
+    value = _brief(tree[section][key.partition(".")[2]])
+    return ConfigError(f"{key} is {value}, not an allowed value", fix=f"{key}: {wanted}")
 
 
 def _brief(value: Any) -> str:

@@ -17,7 +17,9 @@ class RunConfig(Section):
     """Which run this is."""
 
     run_id: str = agreed(
-        "Name of the run, in the DHT and in folders.", "tiny", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+        "Name of the run, in the DHT and in folders: at most 64 letters, digits, '.', '_' and '-'.",
+        "tiny",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
     )
     seed: int = agreed("Seed of the initial values and of the order of the data.", 0, ge=0, lt=2**63)
     initial_state: str = agreed(

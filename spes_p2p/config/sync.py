@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from spes_p2p.codecs.sizes import CODECS, Codec, DenseCodec
+from spes_p2p.codecs.sizes import Codec, DenseCodec
 from spes_p2p.config.fields import Natural, Positive, Schedule, Section, agreed
 from spes_p2p.errors import ConfigError
 
@@ -102,8 +102,7 @@ class SyncConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        codec = data.get("codec", "fp32") if isinstance(data, dict) else None
-        return {"expert_codec": codec} | data if codec in CODECS else data
+        return {"expert_codec": data.get("codec", "fp32")} | data if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _check(self) -> SyncConfig:

@@ -81,8 +81,9 @@ class DataSupply:
             catalogue = await fetch_catalogue(self._network.transport, dataset, holders, ANSWER_SECONDS, self._tell)
             keep_catalogue(self._folder, pack(catalogue))
         grid, most = PieceGrid(catalogue), self._options.max_data_disk
-        whole = bytes_text(grid.tokens * grid.item_bytes)
-        say(f"data comes from other peers: {whole} in total, of which at most {bytes_text(most)} are kept here")
+        whole = grid.tokens * grid.item_bytes
+        kept = "all of it" if whole <= most else f"at most {bytes_text(most)} of it"
+        say(f"data comes from other peers: {bytes_text(whole)} in total; {kept} may be kept here")
         self._feed = Feed(await asyncio.to_thread(partial(PieceCache, self._folder, grid, most)), warn)
         self.serve(self._feed.cache)
         return self._feed

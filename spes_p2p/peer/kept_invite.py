@@ -17,5 +17,6 @@ def kept_invite(folder: Path) -> str:
     except OSError as error:
         raise ConfigError(
             f"{folder} holds no invitation ({error.strerror})",
-            fix="give the folder of a bootstrap node or of a peer with --folder, or an invitation, however old",
+            fix="type the command where the folder is, or name the folder of a bootstrap node or of a peer, or give an "
+            "invitation, however old",
         ) from error

@@ -227,7 +227,8 @@ def kept_history(folder: Path) -> list[HistoryLine]:
     if not path.is_dir() or not any(path.glob("*.commit")):
         raise ConfigError(
             f"{folder} holds no history of a run",
-            fix="give the folder of a bootstrap node or of a peer, or an invitation to a live run",
+            fix="wait for the first round if it is the folder of a bootstrap node or of a peer; "
+            "else give one, or an invitation to a live run",
         )
     chain = Chain(path, mends=False)
     commits = [chain.commit(round) for round in range(chain.length)]

@@ -18,7 +18,7 @@ def parse_bytes(text: str, flag: str) -> int:
     match = re.fullmatch(r"([kKmMgGtT]?)(i?)[bB]", unit)
     factor = _BYTES.get(match[1].upper() + match[2]) if match else None
     if amount is None or factor is None or amount <= 0:
-        raise ConfigError(f"{flag} {text!r} is not an amount of memory", fix="write it as 24GiB or 24GB")
+        raise ConfigError(f"{flag} {text!r} is not a number of bytes", fix="write it with its unit, as 24GiB or 24GB")
     return round(amount * factor)
 
 

@@ -115,7 +115,9 @@ def decode(word: str) -> Invite:
     """Raises ConfigError where it is mistyped, cut short, of another version, or no invitation at all."""
     found = _SHAPE.fullmatch("".join(word.split()))
     if found is None or len(word) > MAX_CHARACTERS:
-        raise ConfigError(f"{word[:24]!r} is not an invitation: those begin with {MARK}{VERSION}", fix=_FIX)
+        raise ConfigError(
+            f"{word[:24]!r} is not an invitation: those are one long word that begins with {MARK}{VERSION}", fix=_FIX
+        )
     version = int(found[1])
     if version not in (VERSION, WITH_TOKEN):
         raise ConfigError(

@@ -171,7 +171,9 @@ class Joining:
                 found = await self._first_genesis(asking, self._run.heartbeat_seconds)
                 if found is not None:
                     return found
-                self._say_once(f"waiting for {self._run.config.swarm.min_peers} peers to join")
+                self._say_once(
+                    f"waiting: the run begins when {self._run.config.swarm.min_peers} peers have come, with this one"
+                )
         except asyncio.CancelledError:
             await _end(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)

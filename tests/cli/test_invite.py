@@ -64,7 +64,7 @@ def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
     refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1")
     refused(spes_p2p("status"), "no invitation was given")
-    refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "--folder")
+    refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "name the folder")
 
 
 def test_an_invitation_to_another_run_or_organiser_is_refused(tmp_path: Path, word: str) -> None:

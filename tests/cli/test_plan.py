@@ -75,7 +75,7 @@ def test_a_file_of_ones_own(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu-memory", "24"), "--gpu-memory '24' is not an amount of memory\nFix: write it as 24GiB"),
+        (("--gpu-memory", "24"), "--gpu-memory '24' is not a number of bytes\nFix: write it with its unit, as 24GiB"),
         (("--uplink", "20MB"), "--uplink '20MB' is not a link speed\nFix: write it as 20Mbit"),
         (("--gpu", "RTX409"), "did you mean RTX4090?"),
         (("--experts-per-peer", "99"), "--experts-per-peer is 99, but the run has"),

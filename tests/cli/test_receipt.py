@@ -39,7 +39,7 @@ def test_a_good_one_is_read_out(file: Path, signers: Signers) -> None:
             f"run {info.run_id} with fingerprint {info.fingerprint.hex()} has counted of {signers.worker.peer_id}"
             in said
         )
-        assert "3,000 tokens (33.3% of the run's) and 300 steps, in 30 rounds of 40" in said
+        assert "3,000 tokens (33.3% of the run's) and 300 steps, in 30 of 40 rounds" in said
         assert "signed by its organiser" in said
 
 

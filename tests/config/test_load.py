@@ -33,7 +33,7 @@ def tiny(*overrides: str) -> Config:
         ("optimizer.lr=-1", "optimizer.lr is -1", "greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr is inf", "finite"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas has 1.0", "below 1"),
-        ("run.run_id=a/b", "run.run_id is 'a/b'", "pattern"),
+        ("run.run_id=a/b", "run.run_id is 'a/b'", "letters, digits"),
         ("sync.codec=int3", "sync.codec is 'int3'", "'fp32', 'bf16', 'int8', 'int4', 'topk' or 'topk2'"),
         ("sync.merge_alpha=1.5", "sync.merge_alpha is 1.5", "less than or equal to 1"),
         ("sync.merge_top_k=0", "sync.merge_top_k is 0", "greater than or equal to 1"),
@@ -60,6 +60,21 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
         tiny(override)
     assert message in str(error.value)
     assert fix in error.value.fix
+
+
+def test_a_codec_that_does_not_exist_is_one_mistake_although_the_experts_would_take_it_too() -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny("sync.codec=int7")
+    assert str(error.value) == "sync.codec is 'int7', not an allowed value"
+
+
+def test_a_mistyped_bundled_config_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="no bundled config named tinny") as error:
+        bundled_config("tinny")
+    assert error.value.fix == "did you mean tiny?"
+    with pytest.raises(ConfigError) as error:
+        bundled_config("zzzzzz")
+    assert "home, small, spes-1b" in error.value.fix
 
 
 def test_a_decay_that_begins_in_the_warm_up_is_refused() -> None:

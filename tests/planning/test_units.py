@@ -26,8 +26,8 @@ def test_rates(text: str, bytes_a_second: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "24", "GiB", "24Gbit", "-3GiB", "0GiB", "24 lots", "1e9B", "٣GiB"])
-def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--gpu-memory '.*' is not an amount of memory") as caught:
+def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-memory '.*' is not a number of bytes") as caught:
         parse_bytes(text, "--gpu-memory")
     assert "24GiB" in caught.value.fix
 

@@ -55,7 +55,7 @@ def _lock(path: Path) -> FileLock:
 def in_use(path: Path, where: str) -> IdentityInUse:
     return IdentityInUse(
         f"another process {where} is using the identity {path}",
-        fix="stop that process, or give this one its own key file with --identity-path",
+        fix="stop that process; a second peer or node needs a folder of its own, --output DIR",
     )
 
 
