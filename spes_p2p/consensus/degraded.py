@@ -64,7 +64,7 @@ class Degraded:
             return False
         kept = self._proposals.kept_by_set()
         attempt = max(self._own.sequence, known.value.attempt + 1 if known else 0)  # it grows over restarts too
-        self._proposals.take(content)
+        self._proposals.take(content, now)
         proposal = DegradedProposal(
             self._state.tip_hash, attempt, self._me, heard, kept[0] if kept[2] == name else -1, name
         )

@@ -110,6 +110,8 @@ class Gossip:
         statuses += self._remembered(contact)
         if beat_at is not None and theirs.unheard:
             statuses += self._passed_on(theirs, beat_at)
+        if theirs.head == current.tip_hash:
+            statuses += self._missed(peer, sent)
         if theirs.round < current.tip.round:
             commit = self._own.commit if self._once(sent, "tip") else None
             return Envelope(self._me, statuses, commit=commit, answers=answers)
@@ -149,6 +151,12 @@ class Gossip:
         limit = now - 2 * self._pace.heartbeat_seconds
         known = ((p, self._others.contacts.get(p)) for p in theirs.unheard if p != theirs.peer)
         return tuple(contact.signed for _, contact in known if contact is not None and contact.at >= limit)
+
+    def _missed(self, receiver: PeerId, sent: set[object]) -> tuple[Signed[Status], ...]:
+        """Words of those whom a leader left out: the next one may not have heard them either."""
+        contacts = self._others.contacts
+        missed = [contacts[peer].signed for peer in sorted(self._state.round.missed - {receiver}) if peer in contacts]
+        return tuple(signed for signed in missed if self._once(sent, ("missed", signed.author)))
 
     def _plan_for(self, theirs: Status, sent: set[object], relay: bool) -> Signed[Plan] | None:
         plan = self._state.round.plan

@@ -26,12 +26,12 @@ from spes_p2p.consensus.messages import (
     Signed,
     plan_hash,
 )
+from spes_p2p.consensus.plan_rules import check_plan
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.rules import (
     check_child,
     check_newcomers,
-    check_plan,
 )
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.state import (
@@ -88,7 +88,7 @@ class Inbound:
         if is_asking and is_answer:
             liveness.answered.add(envelope.sender)
         for ready in envelope.ready:
-            self._round_plan.hear_ready(ready)
+            self._round_plan.hear_ready(ready, now)
         if envelope.plan is not None:
             new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
@@ -237,7 +237,7 @@ class Inbound:
         if self._audits.is_barred(content):
             current.refused.add(name)
             return True
-        self._proposals.take(content)
+        self._proposals.take(content, now)
         current.failed.clear()
         self._state.note_progress(now)
         return True

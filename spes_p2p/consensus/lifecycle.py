@@ -62,7 +62,9 @@ class Lifecycle:
             del self._others.contacts[peer]
         for contact in self._others.contacts.values():
             if (ready := ready_of(contact.signed)) is not None:
-                self._round_plan.hear_ready(ready)
+                self._round_plan.hear_ready(ready, now)
+            if contact.status.head == self._state.tip_hash:
+                self._state.note_time(self._state.round.here_since, contact.status.peer, now)
 
     def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""

@@ -149,7 +149,7 @@ class Consensus:
             degraded.become(degraded.electors(now))
         fired = True
         while fired:
-            situation, fired = situation_of(self.state, self._parts) | tick, False
+            situation, fired = situation_of(self.state, self._parts, now) | tick, False
             for name, rule in self._table.fitting(situation):
                 if rule(now):
                     self.fired[name] += 1

@@ -216,6 +216,11 @@ class Status:
     life: int = 0
     ready_signature: bytes = b""
 
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Of two words of one peer the one with the higher mark is newer."""
+        return self.incarnation, self.sequence
+
 
 @dataclass(frozen=True)
 class Plan:

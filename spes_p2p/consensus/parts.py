@@ -11,6 +11,7 @@ from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.degraded import Degraded
+from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.following import Following
 from spes_p2p.consensus.gossip import Gossip
 from spes_p2p.consensus.holders import Holders
@@ -39,6 +40,7 @@ class PartClasses:
     proposals: type[Proposals] = Proposals
     audits: type[Audits] = Audits
     trials: type[Trials] = Trials
+    fairness: type[Fairness] = Fairness
     staging: type[Staging] = Staging
     round_plan: type[RoundPlan] = RoundPlan
     reducing: type[Reducing] = Reducing
@@ -62,11 +64,12 @@ class Parts:
         self.members = members = classes.members(state, contacts, leadership, proposals)
         self.audits = audits = classes.audits(state, proposals)
         self.trials = trials = classes.trials(state)
+        self.fairness = fairness = classes.fairness(state, contacts, members, trials)
         checks = Checks(audits, trials)
         self.staging = staging = classes.staging(state, contacts, holders, proposals, checks)
-        self.round_plan = classes.round_plan(state, contacts, leadership, members)
+        self.round_plan = classes.round_plan(state, contacts, leadership, members, fairness)
         self.reducing = classes.reducing(state, contacts, proposals, staging, checks)
-        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, trials)
+        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, fairness)
         self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, staging, voting)
         self.degraded = classes.degraded(state, contacts, leadership, members, proposals, voting)
         self.following = classes.following(state, contacts, proposals, lifecycle)

@@ -110,7 +110,8 @@ class Proposals:
         current = self._state.round
         if self._state.degraded_set:
             return None
-        fit = [name for name in current.verified if current.vote.verdicts.get(name) is not Verdict.INCOMPLETE]
+        unfit = {name for name, verdict in current.vote.verdicts.items() if verdict is Verdict.INCOMPLETE}
+        fit = current.verified - unfit - current.unfair
         return next((found for name in fit if (found := self.named(name)) is not None), None)
 
     def refuse_with(self, key: Key, hashes: bytes) -> None:
@@ -149,12 +150,13 @@ class Proposals:
             current.reachable_at = now
         return now - current.reachable_at > self._pace.lost_state_wait_seconds()
 
-    def take(self, content: Content) -> None:
+    def take(self, content: Content, now: float) -> None:
         """Keeps a content; of too many the oldest goes that nobody needs."""
         current = self._state.round
         name = manifest_hash(content.manifest)
         needed = {name, *self.wanted(), *current.verified, *self._state.record.pinned}
         current.contents[name] = content
+        self._state.note_time(current.contents_since, name, now)
         for other in [at for at in current.contents if at not in needed][
             : max(0, len(current.contents) - MOST_CONTENTS)
         ]:

@@ -145,7 +145,8 @@ class Reducing:
             signed = self._state.identity.sealer.seal(report)
             if report.contributors:
                 current.reports[report.index] = signed
-                self._staging.stage(current.plan.value.slices[report.index].key, b"".join(report.wire_hashes))
+                key = current.plan.value.slices[report.index].key
+                self._staging.stage(key, b"".join(report.wire_hashes), now)
             else:
                 current.empty_reports.setdefault(report.index, {})[self._me] = signed
             self._own.has_news = True

@@ -8,6 +8,7 @@ from spes_p2p.consensus.actions import (
 from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import Contribution
@@ -37,7 +38,9 @@ from spes_p2p.ownership.assign import assign
 class RoundPlan:
     """Closes the round and plans it."""
 
-    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, members: Members) -> None:
+    def __init__(
+        self, state: State, contacts: Contacts, leadership: Leadership, members: Members, fairness: Fairness
+    ) -> None:
         self._state = state
         self._others = state.others
         self._own = state.own
@@ -47,6 +50,7 @@ class RoundPlan:
         self._contacts = contacts
         self._leadership = leadership
         self._members = members
+        self._fairness = fairness
 
     def close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
@@ -232,6 +236,7 @@ class RoundPlan:
         current = self._state.round
         current.plan = signed
         current.plan_at = now
+        self._fairness.expect(now, now)
         current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self._me in reducer_order(piece))
         current.index_of = {piece.key: i for i, piece in enumerate(signed.value.slices)}
         current.reports.clear()
@@ -255,9 +260,9 @@ class RoundPlan:
             current.progress_at = now
         current.work = told(work)
         if (own := self._members.own_ready()) is not None:
-            self.hear_ready(own)
+            self.hear_ready(own, now)
 
-    def hear_ready(self, signed: Signed[Ready]) -> None:
+    def hear_ready(self, signed: Signed[Ready], now: float) -> None:
         """Keeps what a member says that it trained on top of our tip, by the roster entry that follows from it."""
         current = self._state.round
         entry = contribution(self._rules, current.tip, signed.value)
@@ -265,6 +270,7 @@ class RoundPlan:
             return
         if sum(known.peer == entry.peer for known in current.ready) < MOST_READY:
             current.ready[entry] = signed
+            self._state.note_time(current.ready_since, entry.peer, now)
 
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""

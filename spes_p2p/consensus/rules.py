@@ -35,7 +35,7 @@ from spes_p2p.consensus.membership import (
     trainers,
     with_votes,
 )
-from spes_p2p.consensus.messages import Plan, Work
+from spes_p2p.consensus.messages import Work
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
@@ -309,7 +309,7 @@ def renewed_manifest(
 
 def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
-    _check_roster(rules, parent, child.roster)  # first: the rest is derived from them
+    check_roster(rules, parent, child.roster)  # first: the rest is derived from them
     _check_members(rules, parent, child)
     decay_steps = 0 if child.decay is None else child.decay.steps
     outcome = Outcome(  # the ledger follows from more than the parent: see `check_ledger`
@@ -320,7 +320,7 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):
             raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
-    _check_slices(rules, parent, child.roster, child.slices)
+    check_slices(rules, parent, child.roster, child.slices)
     if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
         raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
     _check_merge(rules, parent, child)
@@ -337,12 +337,6 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         raise RemoteProtocolError(
             f"manifest of round {child.round}: {len(new)} new members, but at most {most} are allowed"
         )
-
-
-def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
-    """Raises RemoteProtocolError where a plan for the child of `parent` cannot be carried out."""
-    _check_roster(rules, parent, plan.roster)
-    _check_slices(rules, parent, plan.roster, plan.slices)
 
 
 def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
@@ -371,7 +365,7 @@ def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member that trains")
 
 
-def _check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contribution]) -> None:
+def check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contribution]) -> None:
     where = f"round {parent.round + 1}"
     members = {member.peer for member in trainers(parent.members)}
     names = [entry.peer for entry in roster]
@@ -382,7 +376,7 @@ def _check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
             raise RemoteProtocolError(f"{where}: {entry.peer} claims more than its lease")
 
 
-def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
+def check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
     """Slices are in order, do not overlap, stay in their block, and cover what is due of it wholly or not at all."""
     where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
     members = {member.peer for member in parent.members}

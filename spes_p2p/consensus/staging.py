@@ -68,14 +68,16 @@ class Staging:
         """Whether the very tiles that a report promises are on our disk."""
         return self._state.round.staged.get(key) == b"".join(report.wire_hashes)
 
-    def stage(self, key: Key, hashes: bytes) -> None:
+    def stage(self, key: Key, hashes: bytes, now: float) -> None:
         """Notes what is on disk. Writing undoes a state that was finished; a tile has one version there."""
         current = self._state.round
         current.verified.clear()
         if current.staged.get(key, hashes) != hashes:
             current.building = None
             current.outcome = None
+            current.staged_since.pop(key, None)
         current.staged[key] = hashes
+        self._state.note_time(current.staged_since, key, now)
 
     def forget(self) -> None:
         current = self._state.round
@@ -153,7 +155,7 @@ class Staging:
         if wanted is not None and wanted.hashes == hashes:
             self._others.withholding_peers.discard(wanted.first)
         self._liveness.failing_since = None
-        self.stage(key, hashes)
+        self.stage(key, hashes, now)
         self._note_progress(now)
 
     def bytes_moved(self, now: float) -> None:

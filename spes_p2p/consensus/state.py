@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
-from spes_p2p.consensus.electorate import Electorate
+from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
@@ -59,6 +60,7 @@ MOST_REMEMBERED = 256
 """Tips of others of which we remember whether they belong to our history."""
 MAX_NOTICE = 300
 """Characters of what is told to a person."""
+T = TypeVar("T")
 Key = tuple[int, int]
 """(first tile, tiles) of a slice."""
 Heard = tuple[PeerId, ...]
@@ -129,6 +131,7 @@ class Others:
     was first seen on a later manifest. `placed`: whether a tip of others is on another history than ours; `looked_at`:
     until when such histories, by their tips, are not looked at again. `evidence`: what
     members say of who has lied as a reducer, by whom they say it of and who does; `false_accusers`: who was wrong.
+    `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
     """
 
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
@@ -150,6 +153,7 @@ class Others:
     looked_at: dict[Hash, Moment] = field(default_factory=dict)
     evidence: dict[PeerId, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
     false_accusers: set[PeerId] = field(default_factory=set)
+    heard_since: dict[PeerId, Moment] = field(default_factory=dict)
 
 
 @dataclass
@@ -178,6 +182,9 @@ class RoundState:
     what is done. `accusations`: by reports, who says that they are false; `barred`: reducers of whom we know it.
     `trying` are columns that are tried here, `tried` names those that were, and `harmful` some of these.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
+    `here_since`, `ready_since`, `staged_since`, `contents_since`: since when that is known (see `note_time`). `owed`
+    are those whom the plan must count, `expected` the tokens that the tip counted of those that it may count;
+    `missed`: whom a leader left out; `unfair`: proposals that left out too much when that was asked.
     """
 
     tip: Manifest
@@ -235,6 +242,14 @@ class RoundState:
     following: bool = False
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
     plans_of: dict[PeerId, int] = field(default_factory=dict)
+    here_since: dict[PeerId, Moment] = field(default_factory=dict)
+    ready_since: dict[PeerId, Moment] = field(default_factory=dict)
+    staged_since: dict[Key, Moment] = field(default_factory=dict)
+    contents_since: dict[Hash, Moment] = field(default_factory=dict)
+    owed: frozenset[PeerId] = frozenset()
+    expected: dict[PeerId, int] = field(default_factory=dict)
+    missed: set[PeerId] = field(default_factory=set)
+    unfair: set[Hash] = field(default_factory=set)
 
     def verified_roots(self) -> frozenset[Hash]:
         """The roots of the states that are verified."""
@@ -314,6 +329,11 @@ class State:
 
     def is_elector(self) -> bool:
         return self.electors.get(self.me) == self.own.incarnation
+
+    def note_time(self, times: dict[T, Moment], what: T, now: float) -> None:
+        """Notes since when something is known, in runs whose leaders are held against it (see `Fairness`)."""
+        if self.rules.faults is Faults.BYZANTINE:
+            times.setdefault(what, now)
 
     def note_progress(self, now: float) -> None:
         """Notes that the round has made progress here, which restarts the deadline."""

@@ -51,7 +51,7 @@ class Statuses:
         if signed.author != peer or status.fingerprint != self._rules.fingerprint or not self._is_sane(status):
             return False
         if (ready := ready_of(signed)) is not None:
-            self._round_plan.hear_ready(ready)
+            self._round_plan.hear_ready(ready, now)
         if peer == self._me:
             return self._hear_of_ourselves(status)
         known = self._others.contacts.get(peer)
@@ -59,14 +59,16 @@ class Statuses:
             if not self._contacts.has_room_for(peer, now):
                 return False
             self._others.contacts[peer] = Contact(signed, heard_at, now if sender == peer else NEVER)
+            self._others.heard_since.pop(peer, None)
             self._heard_from(status, now)
             self._others.reply_due.add(peer)
             return True
         last = known.status
-        mark, newest = (status.incarnation, status.sequence), (last.incarnation, last.sequence)
-        if mark <= newest:
-            known.is_old = sender == peer and mark < newest
-            is_fresh_now = mark == newest and known.at == NEVER and heard_at > NEVER
+        if not self._contacts.alive(peer, now):
+            self._others.heard_since.pop(peer, None)
+        if status.mark <= last.mark:
+            known.is_old = sender == peer and status.mark < last.mark
+            is_fresh_now = status.mark == last.mark and known.at == NEVER and heard_at > NEVER
             if is_fresh_now:
                 known.at = heard_at
             return is_fresh_now
@@ -103,6 +105,9 @@ class Statuses:
 
     def _heard_from(self, status: Status, now: float) -> None:
         peer = status.peer
+        self._state.note_time(self._others.heard_since, peer, now)
+        if status.head == self._state.tip_hash:
+            self._state.note_time(self._state.round.here_since, peer, now)
         self._others.refused_dial.discard(peer)
         if status.work.ready:
             self._others.kept_waiting.discard(peer)

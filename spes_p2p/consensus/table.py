@@ -81,7 +81,7 @@ class Table:
         return found
 
 
-def situation_of(state: State, parts: Parts) -> int:
+def situation_of(state: State, parts: Parts, now: float) -> int:
     """All of the above that is so now, but TICK."""
     situation = UNPLANNED if state.round.plan is None else PLANNED
     situation |= ALONE if state.degraded_set else TOGETHER
@@ -93,4 +93,6 @@ def situation_of(state: State, parts: Parts) -> int:
             situation |= VOTER
             if parts.leadership.leading():
                 situation |= LEADING
+                if parts.fairness.must_plan_again(now):
+                    situation += UNPLANNED - PLANNED
     return situation

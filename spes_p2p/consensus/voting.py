@@ -13,7 +13,7 @@ from dataclasses import replace
 from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
@@ -33,7 +33,6 @@ from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Heard, State
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
-from spes_p2p.consensus.trials import Trials
 from spes_p2p.consensus.vote_events import Step, Verdict
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.failpoints import reached
@@ -53,7 +52,7 @@ class Voting:
         leadership: Leadership,
         members: Members,
         proposals: Proposals,
-        trials: Trials,
+        fairness: Fairness,
     ) -> None:
         self._state = state
         self._liveness = state.liveness
@@ -66,7 +65,7 @@ class Voting:
         self._leadership = leadership
         self._members = members
         self._proposals = proposals
-        self._trials = trials
+        self._fairness = fairness
 
     # ---------------------------------------------------------------- the vote
 
@@ -129,7 +128,7 @@ class Voting:
             if self._leadership.leading() and ballot_of(vote.record.proposal) < vote.ballot:
                 content = self._content_to_propose(now)
                 if content is not None:
-                    self._proposals.take(content)
+                    self._proposals.take(content, now)
                     yield vote_on.Built(manifest_hash(content.manifest))
             for ballot, step in list(current.deadlines):
                 if self._is_over(ballot, step, now):
@@ -143,17 +142,9 @@ class Voting:
         if name not in current.verified:
             return None
         content = current.contents.get(name)
-        if content is None or (self._is_complete(content, now) and not self._trials.has_harmful(content)):
+        if content is None or self._fairness.is_complete(content, now):
             return Verdict.FIT
         return Verdict.INCOMPLETE
-
-    def _is_complete(self, content: Content, now: float) -> bool:
-        """Whether a manifest names every elector that lives and stays: a leader that lies may leave some out."""
-        if self._rules.faults is not Faults.BYZANTINE:
-            return True
-        named = {member.peer for member in content.manifest.members}
-        leaving = {peer for peer, contact in self._others.contacts.items() if contact.status.intent.leaving}
-        return set(self._members.live_electors(now)) - leaving - {self._me} <= named
 
     def _is_over(self, ballot: int, step: Step, now: float) -> bool:
         """Whether a deadline is over. Without a quorum in hearing nothing can be decided: ballots stay as they are."""

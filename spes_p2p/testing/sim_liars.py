@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -114,6 +115,11 @@ def play(attack: str | None, seed: int, seconds: float = 60.0, weather: Weather 
     return world
 
 
+def _told(parts: Iterable[str]) -> str:
+    """In how many rounds each."""
+    return ", ".join(f"{part} {rounds}" for part, rounds in sorted(Counter(parts).items())) or "-"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="What a lying leader gets committed.")
     parser.add_argument("--seeds", type=int, default=3)
@@ -126,13 +132,13 @@ def main() -> int:
         worlds = [play(name, seed, options.seconds, Weather(loss=options.loss)) for seed in range(options.seeds)]
         played = [one for world in worlds for one in world.committed]
         led = [one for one in played if one.by_liar]
-        unfair = sorted({part for one in led for part in one.unfair})
-        others = sorted({part for one in played if not one.by_liar for part in one.unfair})
+        unfair = _told(part for one in led for part in one.unfair)
+        others = _told(part for one in played if not one.by_liar for part in one.unfair)
         late = sum(one.ballot > 0 for one in played)
         times = sorted(one.seconds for one in played)
         sys.stdout.write(
             f"{name or 'honest':20} {len(played):3} rounds, {late} in a later ballot, {len(led)} led by the liar;"
-            f" unfair: {unfair or '-'} (others {others or '-'});"
+            f" unfair: {unfair} (others: {others});"
             f" a round {times[len(times) // 2]:.1f} s, at most {times[-1]:.1f} s\n"
         )
     return 0

@@ -18,13 +18,16 @@ from spes_p2p.consensus.manifest import (
     Manifest,
     Merge,
     Slice,
+    manifest_hash,
 )
 from spes_p2p.consensus.membership import LEAST_NEW, MAX_MEMBERS, NOBODY, Member, with_votes
 from spes_p2p.consensus.messages import (
     DEGRADED,
     QUORUM,
     Commit,
+    Plan,
 )
+from spes_p2p.consensus.plan_rules import check_plan
 from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,
@@ -185,6 +188,20 @@ def test_a_column_without_owner_in_the_roster_keeps_its_round() -> None:
     check_child(RUN.rules, PARENT, later)
     assert later.column_rounds[0] == 0
     assert set(later.column_rounds[1:]) == {1}
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_plan_without_a_block_that_is_due_or_one_of_its_contributors_is_refused(block: int) -> None:
+    roster = tuple(Contribution(peer, 8, 1, 1) for peer in (A, B))
+    slices = plan_slices([A, B], PARENT.ownership, {}, RUN.rules.block_tiles, RUN.rules.slice_tiles)
+    fair = Plan(RUN.rules.fingerprint, manifest_hash(PARENT), 0, A, roster, slices)
+    check_plan(RUN.rules, PARENT, fair)
+    without = replace(fair, slices=tuple(piece for piece in slices if piece.block != block))
+    with pytest.raises(RemoteProtocolError, match=f"block {block} is due, and the plan leaves it out"):
+        check_plan(RUN.rules, PARENT, without)
+    alone = replace(fair, slices=tuple(replace(piece, contributors=piece.contributors[:1]) for piece in slices))
+    with pytest.raises(RemoteProtocolError, match="leaves out a contributor of the roster"):
+        check_plan(RUN.rules, PARENT, alone)
 
 
 def test_certificates_need_good_seals_of_enough_electors() -> None:

@@ -16,7 +16,7 @@ from spes_p2p.testing.snapshots import times_of
 def test_times_are_what_is_annotated_so() -> None:
     assert times_of(Contact) == {"at", "direct_at"}
     assert times_of(Liveness) == {"quorum_at", "asking_since", "asked_at", "failing_since"}
-    assert times_of(Others) == {"asked", "ahead_since", "looked_at"}
+    assert times_of(Others) == {"asked", "ahead_since", "looked_at", "heard_since"}
     assert times_of(State) == {"next_heartbeat", "last_event"}
     assert {"started_at", "seen", "closed_at"} < times_of(RoundState)
     assert "extended_wait_seconds" not in times_of(RoundState)

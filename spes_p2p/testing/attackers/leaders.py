@@ -39,6 +39,16 @@ class CountsItselfAlone(RoundPlan):
         return tuple(entry for entry in super()._roster(now) if entry.peer == self._me)
 
 
+class ClosesAtOnce(CountsItselfAlone):
+    """The same before others have come to anything: closes the round as it begins, and waits for nobody."""
+
+    def _should_close(self, now: float) -> bool:
+        return True
+
+    def _all_stopped(self, now: float) -> bool:
+        return self._state.round.work.ready
+
+
 class LosesColumns(Reducing):
     """Leaves the columns of others out, as if nobody had values for them."""
 
@@ -177,6 +187,7 @@ class NeverCloses(RoundPlan):
 LEADERS: Mapping[str, type] = {
     "leaves-one-out": LeavesOneOut,
     "counts-itself-alone": CountsItselfAlone,
+    "closes-at-once": ClosesAtOnce,
     "loses-columns": LosesColumns,
     "loses-all": LosesAll,
     "drops-elector": DropsElector,

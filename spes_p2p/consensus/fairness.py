@@ -1,0 +1,207 @@
+"""What a leader may leave out: who votes turns down a first proposal that leaves out more than chance explains.
+
+A manifest follows from what others signed, and whose words a leader has heard is up to it. So each elector compares
+with what it heard itself, well before: who was READY when the plan was made, who was there all the while, which blocks
+are whole on its disk. Those that are lost meanwhile do not count, nor does what came so late that the leader may have
+missed it. It is an opinion, no two electors hear the same: it is asked of first proposals alone, and only until more
+leaders were turned down than may lie, since one of them was honest then; whether electors are left out, until all have
+led twice (see `tendermint`). Only runs in which electors may lie ask (`swarm.faults: byzantine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.manifest import Slice, manifest_hash
+from spes_p2p.consensus.members import Members
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Content, joined_hashes, plan_hash
+from spes_p2p.consensus.plan_rules import due_blocks
+from spes_p2p.consensus.slices import columns_of_few
+from spes_p2p.consensus.state import State
+from spes_p2p.consensus.timing import NEVER
+from spes_p2p.consensus.trials import Trials
+from spes_p2p.consensus.weights import weighed
+from spes_p2p.ids import PeerId
+
+MOST_LEFT_OUT = 0.1
+"""Of the tokens that were READY in time."""
+LEAST_COUNTED = 0.3
+"""Of those who live and trained the round before, by what it counted of them: no plan is made before they stop."""
+NEVER_STAGED = float("inf")
+
+
+class Fairness:
+    """Compares plans and proposals with what this peer heard."""
+
+    def __init__(self, state: State, contacts: Contacts, members: Members, trials: Trials) -> None:
+        self._state = state
+        self._others = state.others
+        self._pace = state.pace
+        self._rules = state.rules
+        self._me = state.me
+        self._contacts = contacts
+        self._members = members
+        self._trials = trials
+        self._is_asked = state.rules.faults is Faults.BYZANTINE
+
+    # ---------------------------------------------------------------- what is asked
+
+    def is_complete(self, content: Content, now: float) -> bool:
+        """Whether a manifest leaves nobody and nothing out that we would miss, and has no column that we find harmful.
+
+        Whom it leaves out is noted: others hear of them from us.
+        """
+        if self._trials.has_harmful(content):
+            return False
+        if not self._is_asked:
+            return True
+        current = self._state.round
+        dropped = set(self._dropped(content, now))
+        current.missed |= dropped
+        if not self._is_strict:
+            return not dropped & self._state.electors.keys()
+        is_planned = self._is_of_our_plan(content)
+        plan = current.plan.value.roster if current.plan is not None and is_planned else content.manifest.roster
+        if current.plan is None:
+            self.expect(now if current.closed_at is None else current.closed_at, now)
+        is_counted = self._counts_enough({entry.peer for entry in plan}, now)
+        names_dead = any(self._is_gone(member, content) for member in content.manifest.members)
+        is_fair = is_counted and not dropped and not names_dead and self._keeps_blocks(content, is_planned)
+        if not is_fair:
+            current.unfair.add(manifest_hash(content.manifest))
+        return is_fair
+
+    @property
+    def _is_strict(self) -> bool:
+        return self._state.round.vote.ballot < self._state.electorate.believed
+
+    def must_plan_again(self, now: float) -> bool:
+        """Whether the plan of an earlier ballot leaves out so much that the next leader makes another."""
+        current = self._state.round
+        if not self._is_asked or current.plan is None or current.plan.value.ballot >= current.vote.ballot:
+            return False
+        return not self._counts_enough({entry.peer for entry in current.plan.value.roster}, now)
+
+    # ---------------------------------------------------------------- whose work is counted
+
+    def expect(self, planned_at: float, now: float) -> None:
+        """Notes whom a plan made at a time must count: as the plan comes, since who is READY later may not be in it."""
+        if not self._is_asked:
+            return
+        current, beat = self._state.round, self._pace.heartbeat_seconds
+        closed_at = planned_at if current.closed_at is None else current.closed_at
+        is_early = planned_at < closed_at + beat  # a leader that waits for somebody waits for two heartbeats at least
+        since = current.here_since if is_early else current.ready_since
+        here = [status for status in self._members.trainers_here(now) if status.work.tokens or not status.work.ready]
+        in_time = {peer for peer, at in since.items() if at <= planned_at - beat} | {self._me}
+        current.owed = frozenset(status.peer for status in here if status.peer in in_time)
+        counted = {entry.peer: entry.tokens for entry in weighed(self._state.tip.roster, capped=True)}
+        current.expected = {peer: tokens for peer, tokens in counted.items() if self._may_train(peer)}
+
+    def _may_train(self, peer: PeerId) -> bool:
+        """Whether it stands on our tip, or is about to, and has not come to an end with nothing."""
+        if peer == self._me:
+            return True
+        contact = self._others.contacts.get(peer)
+        if contact is None or contact.status.head not in (self._state.tip_hash, self._state.tip.parent):
+            return False
+        work = contact.status.work
+        return contact.status.head == self._state.tip.parent or not work.ready or work.tokens > 0
+
+    def _counts_enough(self, roster: Collection[PeerId], now: float) -> bool:
+        current = self._state.round
+        said = {entry.peer: entry for entry in current.ready}
+        ready = [said[peer] for peer in current.owed if peer in said and self._is_well_heard(peer, now)]
+        owed = {entry.peer: entry.tokens for entry in weighed(sorted(ready), capped=True)}
+        missed = {peer for peer in owed if peer not in roster}
+        if sum(owed[peer] for peer in missed) > MOST_LEFT_OUT * sum(owed.values()):
+            current.missed |= missed
+            return False
+        expected = {peer: tokens for peer, tokens in current.expected.items() if self._is_well_heard(peer, now)}
+        counted = sum(tokens for peer, tokens in expected.items() if peer in roster)
+        return counted >= LEAST_COUNTED * sum(expected.values())
+
+    def _is_well_heard(self, peer: PeerId, now: float) -> bool:
+        """Whether it was heard so lately that the leader cannot have given it up yet."""
+        if peer == self._me:
+            return True
+        contact = self._others.contacts.get(peer)
+        is_fresh = contact is not None and now - contact.at <= self._pace.suspect_seconds / 2
+        return is_fresh and peer not in self._others.refused_dial
+
+    # ---------------------------------------------------------------- who takes part next
+
+    def _dropped(self, content: Content, now: float) -> Iterator[PeerId]:
+        """Members that were there well before, and are not named; not those whose own newer words say why."""
+        manifest, said = content.manifest, {signed.author: signed.value for signed in content.statements.statuses}
+        admission = self._rules.admission(manifest.roll, manifest.banned)
+        named = {member.peer for member in manifest.members}
+        since = self._proposed_at(content) - 2 * self._pace.heartbeat_seconds
+        for member in self._state.tip.members:
+            contact = self._others.contacts.get(member.peer)
+            if contact is None or member.peer in named or admission.is_banned(member.peer):
+                continue
+            stays = contact.status.incarnation == member.incarnation and not contact.status.intent.leaving
+            heard_since = self._others.heard_since.get(member.peer, contact.at)
+            if not stays or heard_since > since or not self._is_well_heard(member.peer, now):
+                continue
+            words = said.get(member.peer)
+            if words is None or words.mark < contact.status.mark:
+                yield member.peer
+
+    def _is_gone(self, member: Member, content: Content) -> bool:
+        """Whether a manifest names somebody by old words of it whom nobody can have heard for long."""
+        contact = self._others.contacts.get(member.peer)
+        if contact is None or contact.at == NEVER or contact.status.incarnation != member.incarnation:
+            return False
+        silence = self._proposed_at(content) - contact.at
+        words = {signed.author: signed.value for signed in content.statements.statuses}.get(member.peer)
+        is_old = words is not None and words.mark <= contact.status.mark
+        return is_old and silence > self._pace.suspect_seconds + self._pace.deadline_seconds(0)
+
+    def _proposed_at(self, content: Content) -> float:
+        current = self._state.round
+        return current.contents_since.get(manifest_hash(content.manifest), current.started_at)
+
+    # ---------------------------------------------------------------- what is handed out
+
+    def _is_of_our_plan(self, content: Content) -> bool:
+        plan = self._state.round.plan
+        name = None if plan is None else plan_hash(plan.value)
+        return all(signed.value.plan == name for signed in content.statements.reports)
+
+    def _keeps_blocks(self, content: Content, is_planned: bool) -> bool:
+        """Whether it has all blocks that it could have, but for what somebody may find harmful.
+
+        Those of our plan that were whole on our disk well before; of another plan, those that are due.
+        """
+        manifest = content.manifest
+        kept = {piece.block for piece in manifest.slices}
+        if is_planned:
+            whole = [(piece, hashes) for piece, hashes in self._whole_blocks(content) if piece.block not in kept]
+            lost = frozenset(piece.block for piece, _ in whole) - self._trials.harmful_blocks(whole)
+            opinions = frozenset(column.block for column in columns_of_few(whole))
+        else:
+            lost = due_blocks(self._rules, self._state.tip, [entry.peer for entry in manifest.roster]) - kept
+            opinions = lost - {0}
+        return lost <= opinions if self._rules.trial_sequences else not lost
+
+    def _whole_blocks(self, content: Content) -> list[tuple[Slice, bytes]]:
+        """Slices of our plan with the hashes of their tiles, of blocks that were staged here in time as a whole."""
+        current = self._state.round
+        proposed_at, beat = self._proposed_at(content), self._pace.heartbeat_seconds
+        in_time = max(proposed_at - beat, min(proposed_at, current.plan_at + 2 * beat))  # who waits waits for longer
+        pieces = () if current.plan is None else current.plan.value.slices
+        staged = {
+            index: current.reports[index]
+            for index, piece in enumerate(pieces)
+            if index in current.reports and current.staged_since.get(piece.key, NEVER_STAGED) <= in_time
+        }
+        accused = {one.value.report.author for some in current.accusations.values() for one in some.values()}
+        torn = {piece.block for index, piece in enumerate(pieces) if index not in staged}
+        torn |= {signed.value.piece.block for signed in staged.values() if signed.author in accused}  # others bar it
+        chosen = [signed for signed in staged.values() if signed.value.piece.block not in torn]
+        return list(zip((signed.value.piece for signed in chosen), joined_hashes(chosen), strict=True))
