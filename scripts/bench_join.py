@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
@@ -72,11 +73,22 @@ def seconds_until_counted(invitation: str, home: Path) -> float:
 
 def is_counted(folder: Path) -> bool:
     """Whether the newest commit here lists this peer with tokens."""
-    owner, commits = folder / "run" / "peer_id", sorted((folder / "run" / "chain").glob("*.commit"))
-    if not commits or not owner.exists():
+    owner, newest = folder / "run" / "peer_id", newest_of(folder)
+    if newest is None or not owner.exists():
         return False
-    me, newest = owner.read_text(), unpack(Commit, commits[-1].read_bytes()).manifest
-    return any(entry.peer == me and entry.tokens for entry in newest.roster)
+    return any(entry.peer == owner.read_text() and entry.tokens for entry in newest.roster)
+
+
+def newest_of(folder: Path) -> Manifest | None:
+    """What the newest commit in a peer's folder says."""
+    commits = sorted((folder / "run" / "chain").glob("*.commit"))
+    return unpack(Commit, commits[-1].read_bytes()).manifest if commits else None
+
+
+def is_alone(folder: Path) -> bool:
+    """Whether the newcomer before is gone for good: else the next one waits for that."""
+    newest = newest_of(folder)
+    return newest is not None and len(newest.members) == 1
 
 
 def bench_clean(times: int) -> None:
@@ -89,6 +101,7 @@ def bench_clean(times: int) -> None:
             first = swarm.peer("first")
             swarm.wait_for_round(1, ["first"])
             for turn in range(times):
+                swarm.wait_until(lambda: is_alone(first.folder), "the newcomer before is gone", ["first"], 300.0)
                 load, seconds = os.getloadavg()[0], seconds_until_counted(kept_invite(first.folder), folder / str(turn))
                 print(f"{turn + 1:>3} {seconds:6.1f} s  (load {load:.1f})", flush=True)
 
