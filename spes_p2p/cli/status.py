@@ -93,6 +93,9 @@ def text_of(report: RunReport, now: float) -> str:
     lines += ["", *_peers(report.peers, now)]
     if report.columns:
         lines += ["", *_columns(report)]
+    if report.probation:
+        waiting = (f"{short(peer)} ({_count(audits, 'audit')} to pass)" for peer, audits in report.probation)
+        lines += ["", f"on probation: {', '.join(waiting)}"]
     if report.banned:
         lines += ["", f"banned: {', '.join(map(short, report.banned))}"]
         lines += ["  who found out a reducer has the proof in run/proofs/: spes-p2p run inspect --proof FILE"]

@@ -63,7 +63,8 @@ class SyncConfig(Section):
         "mean",
     )
     audited_share: float = agreed(
-        "Of the slices of a round, how many somebody makes again to check the reducer (with aggregate: clip).",
+        "Of the slices of a round, how many somebody makes again to check the reducer (with aggregate: clip). "
+        "Audits of who trained take at most three eighths of that share of a round's training and bytes.",
         0.08,
         ge=0,
         le=1,

@@ -85,6 +85,13 @@ class Try:
 
 
 @dataclass(frozen=True)
+class AuditWork:
+    """Look at the work of `entry`, which the tip counts, then `WorkAudited`."""
+
+    entry: Contribution
+
+
+@dataclass(frozen=True)
 class Build:
     """Compute the new state from the staged slices, then `StateBuilt` with its roots and the merge.
 
@@ -151,6 +158,6 @@ class Notice:
     peer: PeerId | None = None
 
 
-Work = Reduce | Fetch | Audit | Try | Build | Verify | Adopt | CatchUp
+Work = Reduce | Fetch | Audit | AuditWork | Try | Build | Verify | Adopt | CatchUp
 """What takes long, and needs room on the disk."""
 Action = Send | Persist | Forget | CloseTraining | Notice | Work

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.manifest import Merge
+from spes_p2p.consensus.manifest import Contribution, Merge
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import (
     Commit,
@@ -89,6 +89,14 @@ class SliceAudited:
 
     report: Signed[Report]
     finding: Finding
+
+
+@dataclass(frozen=True)
+class WorkAudited:
+    """The work of a peer that the tip counts was looked at: see `Verdict`; None where nothing can be said of it."""
+
+    entry: Contribution
+    finding: str | None
 
 
 @dataclass(frozen=True)
@@ -276,6 +284,7 @@ Event = (
     | SliceReduced
     | SliceStaged
     | SliceAudited
+    | WorkAudited
     | ColumnsTried
     | FetchFailed
     | StagingFailed

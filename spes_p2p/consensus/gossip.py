@@ -20,6 +20,7 @@ from spes_p2p.consensus.messages import (
     Report,
     Signed,
     Status,
+    Verdict,
     Votes,
     plan_hash,
 )
@@ -126,6 +127,7 @@ class Gossip:
             ready=tuple(current.ready[entry] for entry in plan.value.roster) if plan else (),
             reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
             accusations=self._accusations_for(sent, relay),
+            verdicts=self._verdicts_for(theirs, sent, relay),
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),
             degraded_proposals=self._degraded_proposals_for(theirs, sent, relay),
@@ -189,6 +191,12 @@ class Gossip:
         before = [some[self._me] for some in self._others.evidence.values() if relay and self._me in some]
         return tuple(one for one in (*now, *before) if self._once(sent, ("accusation", one.author, one.value.report)))
 
+    def _verdicts_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Verdict], ...]:
+        """Ours, and with each heartbeat those of electors that do not reach them."""
+        authors = {self._me, *(theirs.unheard if relay else ())}
+        known = [one for some in self._state.round.verdicts.values() for one in some.values() if one.author in authors]
+        return tuple(one for one in known if self._once(sent, ("verdict", one.author, one.value.peer)))
+
     def _votes_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Votes, ...]:
         """Ours, with what they lack of the newest proposal and polka; and those of electors that do not reach them."""
         heard, told = self._state.round.vote.heard, self._state.round.vote.to_tell
@@ -243,6 +251,7 @@ def _has_news(envelope: Envelope) -> bool:
         envelope.plan
         or envelope.reports
         or envelope.accusations
+        or envelope.verdicts
         or envelope.votes
         or envelope.contents
         or envelope.degraded_proposals

@@ -44,6 +44,8 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.audits.staged(key, is_doubtful)
         case on.SliceAudited(report, finding):
             parts.audits.audited(report, finding, now)
+        case on.WorkAudited(entry, finding):
+            parts.work_audits.audited(entry, finding)
         case on.ColumnsTried(columns, harmful):
             parts.trials.tried(columns, harmful, now)
         case on.FetchFailed(key, is_unfit):

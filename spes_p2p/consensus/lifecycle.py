@@ -24,6 +24,7 @@ from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
+from spes_p2p.consensus.work_audits import WorkAudits
 from spes_p2p.ids import Hash, PeerId
 
 
@@ -31,7 +32,13 @@ class Lifecycle:
     """Begins rounds, and puts back what was lost."""
 
     def __init__(
-        self, state: State, contacts: Contacts, round_plan: RoundPlan, staging: Staging, voting: Voting
+        self,
+        state: State,
+        contacts: Contacts,
+        round_plan: RoundPlan,
+        work_audits: WorkAudits,
+        staging: Staging,
+        voting: Voting,
     ) -> None:
         self._state = state
         self._liveness = state.liveness
@@ -42,6 +49,7 @@ class Lifecycle:
         self._me = state.me
         self._contacts = contacts
         self._round_plan = round_plan
+        self._work_audits = work_audits
         self._staging = staging
         self._voting = voting
 
@@ -65,6 +73,7 @@ class Lifecycle:
                 self._round_plan.hear_ready(ready, now)
             if contact.status.head == self._state.tip_hash:
                 self._state.note_time(self._state.round.here_since, contact.status.peer, now)
+        self._work_audits.enter()
 
     def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""

@@ -129,6 +129,8 @@ class Consensus:
         parts = self._parts
         parts.contacts.place(event.placed)
         parts.lifecycle.notice_sleep(now)
+        for verdict in event.envelope.verdicts:
+            parts.work_audits.hear(verdict)
         new = parts.inbound.take(event.envelope, now)
         if self._listen(now) or new:
             self._advance(now)
@@ -180,6 +182,10 @@ class Consensus:
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
         return self._parts.round_plan.is_counted(parent, entry)
+
+    def has_counted(self, parent: Hash, entry: Contribution) -> bool:
+        """Whether our tip has counted this work on top of `parent`: auditors may ask for it yet."""
+        return parent == self.tip.parent and entry.peer == self.me and entry in self.tip.roster
 
     def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
         """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""

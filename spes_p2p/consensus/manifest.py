@@ -12,7 +12,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +69,14 @@ class Decay:
     steps: int
 
 
+@dataclass(frozen=True, order=True)
+class Audited:
+    """What auditors found of the work that `peer` brought into the round before (see `membership`)."""
+
+    peer: PeerId
+    finding: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
@@ -77,7 +85,8 @@ class Manifest:
     `ledger` is the root of what was counted of each peer up to here, this round included (see `Ledger`).
     `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
     the organiser's newest that a round has taken up, None where there is none yet. `banned` are those of whom a quorum
-    of electors has said that they handed out what is no mean, sorted.
+    of electors has said that they handed out what is no mean, and who failed audits again and again, sorted. `audited`
+    is what came of auditing work that the parent counted, sorted.
     """
 
     wire_version: int
@@ -100,6 +109,7 @@ class Manifest:
     decay: Decay | None
     roll: Roll | None
     banned: tuple[PeerId, ...] = ()
+    audited: tuple[Audited, ...] = ()
 
 
 def manifest_hash(manifest: Manifest) -> Hash:

@@ -8,7 +8,7 @@ from outside.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.ids import Hash, PeerId, sha256
@@ -26,6 +26,16 @@ MAX_BANNED = 128
 MAX_MANIFEST_BANS = 1024
 """Peers that manifests of a run ban: the list is in each."""
 NOBODY = PeerId("")
+PROBATION = 3
+"""Audits that a newcomer must pass until its work counts in full, and so many more for each that somebody fails."""
+HALF = 1
+"""With so many to pass yet it counts half, with more not at all."""
+MOST_PROBATION = 6
+"""Who would have to pass more is banned: a newcomer that has failed twice, anybody who has failed three times."""
+PASSED, FAILED, WITHHELD = "passed", "failed", "withheld"
+"""What auditors find of work: it was done, it was not, or it was not shown to them."""
+FEWEST_AUDITORS = 3
+"""Where fewer could audit somebody, nobody is audited: it would be the word of one or two."""
 
 
 @dataclass(frozen=True, order=True)
@@ -38,6 +48,8 @@ class Member:
     link_class: int
     trains: bool = True
     """False: it reduces, holds and votes, and has neither data nor columns (`bootstrap --serve`)."""
+    probation: int = 0
+    """Audits of its work that it must pass yet, until that counts in full (see `weights`)."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,15 @@ class Roll:
 class Admission:
     """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote.
 
-    `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for.
+    `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for. `probation`: that of
+    newcomers, where there is somebody who can audit them.
     """
 
     roll: Roll | None = None
     by_vouch: bool = False
     organiser: PeerId = NOBODY
     banned: tuple[PeerId, ...] = ()
+    probation: int = 0
 
     def may_vote(self, peer: PeerId) -> bool:
         return not self.by_vouch or peer == self.organiser or (self.roll is not None and peer in self.roll.vouched)
@@ -98,6 +112,43 @@ def electors(members: Iterable[Member]) -> tuple[Member, ...]:
 def trainers(members: Iterable[Member]) -> tuple[Member, ...]:
     """The members that may own columns, hold leases and contribute values."""
     return tuple(member for member in members if member.trains)
+
+
+def weightless(members: Iterable[Member]) -> frozenset[PeerId]:
+    """Those who train and have too many audits to pass for their work to count.
+
+    Nobody where fewer than `FEWEST_AUDITORS` would be left: who would let the others out?
+    """
+    training = trainers(members)
+    waiting = {member.peer for member in training if member.probation > HALF}
+    return frozenset(waiting if len(training) - len(waiting) >= FEWEST_AUDITORS else ())
+
+
+def able_auditors(members: Iterable[Member]) -> tuple[PeerId, ...]:
+    """Who may audit what others trained: electors whose own work counts."""
+    members = tuple(members)
+    waiting = weightless(members)
+    return tuple(member.peer for member in trainers(electors(members)) if member.peer not in waiting)
+
+
+def judged(members: Iterable[Member], findings: Mapping[PeerId, str]) -> tuple[Member, ...]:
+    """Members as they stand after audits, by what these found."""
+    return tuple(replace(m, probation=_probation_after(m.probation, findings.get(m.peer))) for m in members)
+
+
+def _probation_after(probation: int, finding: str | None) -> int:
+    if finding == PASSED:
+        return max(0, probation - 1)
+    if finding == FAILED:
+        return probation + PROBATION
+    if finding == WITHHELD:  # a link may be broken: nobody is banned for it
+        return max(probation, min(probation + 1, PROBATION))
+    return probation
+
+
+def failed_too_often(members: Iterable[Member], findings: Mapping[PeerId, str]) -> frozenset[PeerId]:
+    """Who is banned for what audits have found."""
+    return frozenset(member.peer for member in judged(members, findings) if member.probation > MOST_PROBATION)
 
 
 def rank(parent: Hash, peer: PeerId) -> bytes:
@@ -155,8 +206,11 @@ def with_votes(
 
     A peer that may vote does so next time if it is a member already, in the same incarnation. Where none would be left
     to vote (the last elector leaves and only newcomers stay), all who may do: the electors that go have signed it.
-    Whether it trains stays the same for an incarnation.
+    Whether it trains stays the same for an incarnation, and how far it is on probation for a peer.
     """
+    current = tuple(current)
+    standing = {member.peer: member.probation for member in current}
+    newcomers = admission.probation if len(able_auditors(current)) >= FEWEST_AUDITORS else 0
     known = {(member.peer, member.incarnation): member.trains for member in current}
     rows = [
         (member, known.get((member.peer, member.incarnation)), admission.may_vote(member.peer)) for member in chosen
@@ -167,6 +221,7 @@ def with_votes(
             member,
             elector=votes and (none_left or trains is not None),
             trains=member.trains if trains is None else trains,
+            probation=standing.get(member.peer, newcomers),
         )
         for member, trains, votes in rows
     )

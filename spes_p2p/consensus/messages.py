@@ -282,6 +282,16 @@ class Accusation:
     loses_many: bool = False
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What its author, drawn to audit it, found of the work of `peer` that manifest `parent` counts."""
+
+    fingerprint: Hash
+    parent: Hash
+    peer: PeerId
+    finding: str
+
+
 def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
     """Of each reported slice the hashes of its tiles, joined."""
     return tuple(b"".join(signed.value.wire_hashes) for signed in reports)
@@ -292,7 +302,7 @@ class Statements:
     """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
     they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
     `ready`. `decay` is beside the manifest that takes it up, and later ones do without; so is `roll`. Who is banned
-    from now on follows from `accusations`.
+    from now on follows from `accusations` and, as what came of audits does, from `verdicts`.
     """
 
     ready: tuple[Signed[Ready], ...]
@@ -301,6 +311,7 @@ class Statements:
     decay: Signed[DecayOrder] | None = None
     roll: Signed[Roll] | None = None
     accusations: tuple[Signed[Accusation], ...] = ()
+    verdicts: tuple[Signed[Verdict], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -407,6 +418,7 @@ class Envelope:
     ready: tuple[Signed[Ready], ...] = ()
     reports: tuple[Signed[Report], ...] = ()
     accusations: tuple[Signed[Accusation], ...] = ()
+    verdicts: tuple[Signed[Verdict], ...] = ()
     votes: tuple[Votes, ...] = ()
     contents: tuple[Content, ...] = ()
     degraded_proposals: tuple[Signed[DegradedProposal], ...] = ()

@@ -27,6 +27,7 @@ from spes_p2p.consensus.state import State
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.trials import Trials
 from spes_p2p.consensus.voting import Voting
+from spes_p2p.consensus.work_audits import WorkAudits
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PartClasses:
     audits: type[Audits] = Audits
     trials: type[Trials] = Trials
     fairness: type[Fairness] = Fairness
+    work_audits: type[WorkAudits] = WorkAudits
     staging: type[Staging] = Staging
     round_plan: type[RoundPlan] = RoundPlan
     reducing: type[Reducing] = Reducing
@@ -64,13 +66,14 @@ class Parts:
         self.members = members = classes.members(state, contacts, leadership, proposals)
         self.audits = audits = classes.audits(state, proposals)
         self.trials = trials = classes.trials(state)
+        self.work_audits = work_audits = classes.work_audits(state)
         self.fairness = fairness = classes.fairness(state, contacts, members, trials)
         checks = Checks(audits, trials)
         self.staging = staging = classes.staging(state, contacts, holders, proposals, checks)
         self.round_plan = classes.round_plan(state, contacts, leadership, members, fairness)
         self.reducing = classes.reducing(state, contacts, proposals, staging, checks)
         self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, fairness)
-        self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, staging, voting)
+        self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, work_audits, staging, voting)
         self.degraded = classes.degraded(state, contacts, leadership, members, proposals, voting)
         self.following = classes.following(state, contacts, proposals, lifecycle)
         self.statuses = statuses = classes.statuses(state, contacts, leadership, self.round_plan, voting)

@@ -82,8 +82,9 @@ class Reducing:
         chosen = self._resolved_slices(now)
         if chosen is None:
             return False
-        roster = counted(self._rules, current.plan.value.roster, (signed.value.piece for signed in chosen))
-        step = next_step(current.tip.step, roster, self._rules.clips)
+        pieces = (signed.value.piece for signed in chosen)
+        roster = counted(self._rules, current.tip, current.plan.value.roster, pieces)
+        step = next_step(current.tip.step, roster, self._rules.clips, current.tip.members)
         alpha = merge_alpha_for(self._rules, current.tip.step, step)
         current.reducing.clear()
         current.building = Build(roster, chosen, alpha)

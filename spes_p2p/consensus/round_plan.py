@@ -16,6 +16,7 @@ from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import (
     LINK_PUBLIC,
     trainers,
+    weightless,
 )
 from spes_p2p.consensus.messages import (
     Plan,
@@ -214,7 +215,9 @@ class RoundPlan:
         shared = due_tiles(tiles[0], self._state.tip.round + 1, self._rules.fragments)
         turn = Turn(self._due_columns(now), shared)
         reach = Reach(private, helpers, servers, self._rules.has_guests)
-        slices = plan_slices(peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
+        waiting = weightless(self._state.tip.members)
+        counting = [peer for peer in peers if peer not in waiting]
+        slices = plan_slices(counting, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
         return Plan(
             self._rules.fingerprint, self._state.round.tip_hash, self._state.round.vote.ballot, self._me, roster, slices
         )

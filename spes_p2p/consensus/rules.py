@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from spes_p2p.consensus.electorate import Faults, SealRule
@@ -16,6 +15,7 @@ from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import (
     WIRE_VERSION,
+    Audited,
     Contribution,
     Decay,
     Manifest,
@@ -27,12 +27,15 @@ from spes_p2p.consensus.membership import (
     LINK_CLASSES,
     MAX_MEMBERS,
     NOBODY,
+    PROBATION,
     Admission,
     Member,
     Roll,
+    judged,
     most_new,
     newest_roll,
     trainers,
+    weightless,
     with_votes,
 )
 from spes_p2p.consensus.messages import Work
@@ -84,6 +87,8 @@ class RunRules:
     """Of the slices of a round, how many somebody makes again; above 0, everybody commits to what it brings."""
     trial_sequences: int = 0
     """Held-out sequences on which columns of few contributors are tried before they are voted for; 0: they are not."""
+    audited_work: float = 0.0
+    """The most of a round's training and bytes that audits of who trained take; 0: there are none, and no probation."""
     has_guests: bool = False
     """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH
@@ -102,7 +107,7 @@ class RunRules:
 
     def admission(self, roll: Roll | None, banned: tuple[PeerId, ...] = ()) -> Admission:
         """Who may take part and vote by this roll; `banned` as manifests have it."""
-        return Admission(roll, self.by_vouch, self.organiser, banned)
+        return Admission(roll, self.by_vouch, self.organiser, banned, PROBATION if self.audited_work else 0)
 
     @property
     def num_columns(self) -> int:
@@ -165,7 +170,7 @@ class Outcome:
 
     `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so. `roll`: whom the
     organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it. `ledger`:
-    the root of that of the child.
+    the root of that of the child. `audited`: what came of audits of the parent's roster.
     """
 
     roster: tuple[Contribution, ...]
@@ -177,6 +182,7 @@ class Outcome:
     roll: Roll | None = None
     banned: tuple[PeerId, ...] = ()
     ledger: Hash = EMPTY.root
+    audited: tuple[Audited, ...] = ()
 
 
 def child_manifest(
@@ -189,13 +195,15 @@ def child_manifest(
     """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
     idle = idle_members(parent, outcome.roster, members)
     neglected = neglected_columns(rules, parent, idle)
-    kept: frozenset[int] = frozenset()
+    kept, waiting = frozenset[int](), weightless(members)
     if rules.expert_rounds > 1:  # an owner may be rounds ahead: nobody takes over what was not handed out
         kept = frozenset(range(rules.num_columns)) - {piece.block - 1 for piece in outcome.slices} - neglected
+        kept = frozenset(column for column in kept if not set(parent.ownership[column]) <= waiting)
     fitting = {
         peer: _without_more(wish, columns_of(parent.ownership, peer), neglected) if peer in idle else wish
         for peer, wish in wishes.items()
     }
+    fitting |= dict.fromkeys(fitting.keys() & waiting, OwnershipRequest(0))
     ownership = assign(parent.ownership, fitting, rules.target_replicas, kept)
     return _derived(rules, parent, outcome, members, ownership)
 
@@ -226,7 +234,7 @@ def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Col
 def _derived(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], ownership: Ownership
 ) -> Manifest:
-    step = next_step(parent.step, outcome.roster, rules.clips)
+    step = next_step(parent.step, outcome.roster, rules.clips, parent.members)
     fresh = {piece.block - 1 for piece in outcome.slices if piece.block > 0}
     return Manifest(
         wire_version=WIRE_VERSION,
@@ -251,6 +259,7 @@ def _derived(
         decay=parent.decay or (Decay(step, outcome.decay_steps) if outcome.decay_steps else None),
         roll=outcome.roll,
         banned=outcome.banned,
+        audited=outcome.audited,
     )
 
 
@@ -314,14 +323,15 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     decay_steps = 0 if child.decay is None else child.decay.steps
     outcome = Outcome(  # the ledger follows from more than the parent: see `check_ledger`
         child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll,
-        child.banned, child.ledger,
+        child.banned, child.ledger, child.audited,
     )  # fmt: skip
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):
             raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
     check_slices(rules, parent, child.roster, child.slices)
-    if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
+    counting = {entry.peer for entry in child.roster} - weightless(parent.members)
+    if rules.exchange and {p for s in child.slices for p in s.contributors} != counting:
         raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
     _check_merge(rules, parent, child)
 
@@ -358,8 +368,13 @@ def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         )
     if any(member.link_class not in LINK_CLASSES for member in child.members):  # leaders are chosen by it
         raise RemoteProtocolError(f"manifest of round {child.round}: a member has an unknown link class")
-    if with_votes(parent.members, child.members, admission) != child.members:
-        raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
+    trained, audited = {entry.peer for entry in parent.roster}, {found.peer: found.finding for found in child.audited}
+    if [*audited] != sorted(audited) or len(audited) != len(child.audited) or not audited.keys() <= trained:
+        raise RemoteProtocolError(f"manifest of round {child.round}: what it audits is not in its parent's roster")
+    if with_votes(judged(parent.members, audited), child.members, admission) != child.members:
+        raise RemoteProtocolError(
+            f"manifest of round {child.round}: votes or probation do not follow from the parent's members"
+        )
     owners = {owner for column in child.ownership for owner in column}
     if len(child.ownership) != len(parent.ownership) or not owners <= {m.peer for m in trainers(child.members)}:
         raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member that trains")
@@ -378,7 +393,7 @@ def check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contributio
 
 def check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
     """Slices are in order, do not overlap, stay in their block, and cover what is due of it wholly or not at all."""
-    where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
+    where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster} - weightless(parent.members)
     members = {member.peer for member in parent.members}
     if slices and not rules.exchange:
         raise RemoteProtocolError(f"{where}: a run without exchange must not have slices")
@@ -411,33 +426,3 @@ def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         )
         if bad:
             raise RemoteProtocolError(f"manifest of round {child.round}: merge neighbours are out of range")
-
-
-def stale_columns(expert_rounds: int, manifest: Manifest) -> tuple[int, ...]:
-    """Columns that missed their turn: older than `sync.expert_rounds` rounds."""
-    ages = enumerate(manifest.round - last for last in manifest.column_rounds)
-    return tuple(column for column, age in ages if age >= expert_rounds)
-
-
-def lost_columns(parent: Manifest, child: Manifest) -> tuple[int, ...]:
-    """Columns that were not handed out in `child` and that not all owners still have."""
-    pairs = enumerate(zip(parent.ownership, child.ownership, strict=True))
-    lost = [column for column, (before, after) in pairs if not set(before) <= set(after)]
-    return tuple(column for column in lost if child.column_rounds[column] < child.round)
-
-
-def tokens_gone(before: Sequence[Manifest], child: Manifest, columns: Collection[int]) -> dict[int, int]:
-    """By column, tokens that went into it after its last hand-out and are lost with the owners that do not keep it.
-
-    `before` are the manifests up to the parent of `child`, oldest first, from the earliest of these hand-outs on.
-    """
-    gone: dict[int, int] = {}
-    for column in columns:
-        owners = set(before[-1].ownership[column]) - set(child.ownership[column])
-        gone[column] = sum(
-            entry.tokens
-            for earlier, later in pairwise([*before, child])
-            for entry in later.roster
-            if later.round > child.column_rounds[column] and entry.peer in owners & set(earlier.ownership[column])
-        )
-    return {column: tokens for column, tokens in gone.items() if tokens}

@@ -14,6 +14,7 @@ from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
 from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import (
+    Audited,
     Contribution,
     Manifest,
     Merge,
@@ -22,14 +23,20 @@ from spes_p2p.consensus.manifest import (
 )
 from spes_p2p.consensus.membership import (
     EVERYBODY,
+    FAILED,
     MAX_MANIFEST_BANS,
+    PASSED,
+    WITHHELD,
     Admission,
     Member,
     Roll,
     electors,
+    failed_too_often,
+    judged,
     next_members,
     rank,
     trainers,
+    weightless,
 )
 from spes_p2p.consensus.messages import (
     Accusation,
@@ -39,7 +46,9 @@ from spes_p2p.consensus.messages import (
     Signed,
     Statements,
     Status,
+    Verdict,
 )
+from spes_p2p.consensus.probation import auditors_of, drawn_work, outcome_of
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
@@ -61,9 +70,11 @@ def contribution(rules: RunRules, parent: Manifest, ready: Ready) -> Contributio
     return entry if min(entry.tokens, entry.steps) > 0 else None
 
 
-def counted(rules: RunRules, roster: Iterable[Contribution], slices: Iterable[Slice]) -> tuple[Contribution, ...]:
-    """Without those whose values went into no slice."""
-    used = {peer for piece in slices for peer in piece.contributors}
+def counted(
+    rules: RunRules, parent: Manifest, roster: Iterable[Contribution], slices: Iterable[Slice]
+) -> tuple[Contribution, ...]:
+    """Without those whose values went into no slice, though they could have."""
+    used = {peer for piece in slices for peer in piece.contributors} | weightless(parent.members)
     return tuple(entry for entry in roster if not rules.exchange or entry.peer in used)
 
 
@@ -79,11 +90,15 @@ def owners_ahead(
 
 
 def members_after(
-    parent: Manifest, statuses: Iterable[Status], needed: Collection[PeerId] = (), admission: Admission = EVERYBODY
+    parent: Manifest,
+    statuses: Iterable[Status],
+    needed: Collection[PeerId] = (),
+    admission: Admission = EVERYBODY,
+    audited: Collection[Audited] = (),
 ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
     """Who is a member after this round, and what they want: everyone of `statuses` and newcomers, but no leavers.
 
-    Leavers that are `needed` count as heard. A newcomer has the state of `parent`.
+    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. `audited`: what came of audits.
     """
     heard: list[Member] = []
     newcomers: list[Member] = []
@@ -109,7 +124,7 @@ def members_after(
         heard += staying  # the last to leave stay named, so that they can come back and go on
         leavers -= {member.peer for member in staying}
     newcomers.sort(key=lambda member: rank(head, member.peer))  # a low peer id is no privilege
-    members = next_members(parent.members, heard, newcomers, leavers, admission)
+    members = next_members(judged(parent.members, _findings(audited)), heard, newcomers, leavers, admission)
     named = {member.peer for member in members}
     return members, {peer: wish for peer, wish in wishes.items() if peer in named}
 
@@ -125,18 +140,19 @@ def content_of(
     now = {signed.author: ready.value for signed in statements.statuses if (ready := ready_of(signed)) is not None}
     works = now | {signed.author: signed.value for signed in statements.ready}
     entries = (contribution(rules, parent, work) for work in works.values())
-    roster = counted(rules, sorted(entry for entry in entries if entry is not None), slices)
+    roster = counted(rules, parent, sorted(entry for entry in entries if entry is not None), slices)
     needed = owners_ahead(rules, parent, roster, slices)
     newer = statements.roll if is_newer_roll(rules, parent.roll, statements.roll) else None
     roll = parent.roll if newer is None else newer.value
     said = (signed.value for signed in statements.statuses)
-    banned, proven = banned_after(rules, parent, statements.accusations)
-    members, wishes = members_after(parent, said, needed, rules.admission(roll, banned))
+    audited, verdicts = audited_after(rules, parent, statements.verdicts)
+    banned, proven = banned_after(rules, parent, statements.accusations, audited)
+    members, wishes = members_after(parent, said, needed, rules.admission(roll, banned), audited)
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
     root = ledger.after(roster).root
-    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root)
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root, audited)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
@@ -149,14 +165,19 @@ def content_of(
             decay,
             newer,
             proven,
+            verdicts,
         ),
     )
 
 
 def banned_after(
-    rules: RunRules, parent: Manifest, accusations: Iterable[Signed[Accusation]]
+    rules: RunRules,
+    parent: Manifest,
+    accusations: Iterable[Signed[Accusation]],
+    audited: Collection[Audited] = (),
 ) -> tuple[tuple[PeerId, ...], tuple[Signed[Accusation], ...]]:
-    """(whom the child of `parent` bans, by whose word): those before it, and whom a quorum of its electors accuses."""
+    """(whom the child of `parent` bans, by whose word): those before it, whom a quorum of its electors accuses, and who
+    failed too many audits."""
     electorate = Electorate(tuple(member.peer for member in electors(parent.members)), rules.faults)
     known: dict[PeerId, dict[PeerId, Signed[Accusation]]] = {}
     for signed in accusations:
@@ -170,7 +191,41 @@ def banned_after(
     }
     room = MAX_MANIFEST_BANS - len(parent.banned)
     chosen = list(proven)[:room]
-    return tuple(sorted((*parent.banned, *chosen))), tuple(signed for peer in chosen for signed in proven[peer])
+    failed = sorted(failed_too_often(parent.members, _findings(audited)) - {*parent.banned, *chosen})
+    banned = (*parent.banned, *chosen, *failed[: room - len(chosen)])
+    return tuple(sorted(banned)), tuple(signed for peer in chosen for signed in proven[peer])
+
+
+def _findings(audited: Iterable[Audited]) -> dict[PeerId, str]:
+    return {found.peer: found.finding for found in audited}
+
+
+def audited_after(
+    rules: RunRules, parent: Manifest, verdicts: Iterable[Signed[Verdict]]
+) -> tuple[tuple[Audited, ...], tuple[Signed[Verdict], ...]]:
+    """(what came of auditing the work that `parent` counts, by whose word)."""
+    said: dict[PeerId, dict[PeerId, Signed[Verdict]]] = {}
+    for signed in verdicts:
+        if is_of_auditor(rules, parent, signed):
+            said.setdefault(signed.value.peer, {})[signed.author] = signed
+    found: list[Audited] = []
+    proven: list[Signed[Verdict]] = []
+    for peer, some in sorted(said.items()):
+        outcome = outcome_of(parent, peer, {author: signed.value.finding for author, signed in some.items()})
+        if outcome is not None:
+            found.append(Audited(peer, outcome))
+            proven += [signed for _, signed in sorted(some.items())]
+    return tuple(found), tuple(proven)
+
+
+def is_of_auditor(rules: RunRules, parent: Manifest, signed: Signed[Verdict]) -> bool:
+    """Whether its author was drawn to say this of work that `parent` counts."""
+    verdict = signed.value
+    fits = (verdict.fingerprint, verdict.parent) == (rules.fingerprint, manifest_hash(parent))
+    if not fits or verdict.finding not in (PASSED, FAILED, WITHHELD):
+        return False
+    drawn = {entry.peer for entry in drawn_work(rules, parent)}
+    return verdict.peer in drawn and signed.author in auditors_of(parent, verdict.peer)
 
 
 def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) -> bool:
@@ -200,8 +255,9 @@ def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Co
     _check_reports(manifest_hash(parent), statements, where)
     again = content_of(rules, parent, ledger, statements, child.state_root, child.merge)
     kept = again.statements
-    if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll, kept.accusations) != (
+    if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll, kept.accusations, kept.verdicts) != (
         len(statements.ready), len(statements.statuses), statements.decay, statements.roll, statements.accusations,
+        statements.verdicts,
     ):  # fmt: skip
         raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
     for name in Manifest.__dataclass_fields__:

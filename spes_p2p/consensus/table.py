@@ -52,6 +52,7 @@ RULES = (
     Rule("degraded_vote", OPEN + VOTER + ALONE, lambda parts: parts.degraded.vote),
     Rule("verify", WRITABLE, lambda parts: parts.staging.verify),
     Rule("degraded_propose", OPEN + VOTER + LEADING + ALONE, lambda parts: parts.degraded.propose),
+    Rule("audit_work", OPEN, lambda parts: parts.work_audits.audit),
     Rule("build", OPEN + VOTER + LEADING + PLANNED, lambda parts: parts.reducing.build),
     Rule("reduce", OPEN + PLANNED + WRITABLE, lambda parts: parts.reducing.reduce),
     Rule("fetch", WRITABLE, lambda parts: parts.staging.fetch),

@@ -222,7 +222,8 @@ class Voting:
         said = tuple(self._members.statuses(now))
         others = self._state.others
         accusations = tuple(signed for some in others.evidence.values() for signed in some.values())
-        statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations)
+        verdicts = tuple(one for some in self._state.round.verdicts.values() for one in some.values())
+        statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations, verdicts)
         tip, ledger = self._state.tip, self._state.ledger
         return content_of(self._rules, tip, ledger, statements, outcome.state_root, outcome.merge)
 

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.membership import Admission
+from spes_p2p.consensus.manifest import Audited, manifest_hash
+from spes_p2p.consensus.membership import FAILED, Admission
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Commit,
 )
+from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
@@ -113,6 +114,7 @@ class Follower:
         now: dict[str, Any] = {
             "members": sorted(one.peer for one in manifest.members),
             "orphans": list(orphans(manifest.ownership)),
+            "probation": [peer for peer, _ in on_probation(manifest)],
         }
         history.put("chain", now)
         if commit.certificate.kind == DEGRADED:
@@ -125,8 +127,11 @@ class Follower:
         banned = Admission(manifest.roll, banned=manifest.banned).all_banned
         for peer in sorted(set(before["members"]) - set(now["members"])):
             kind, text = ("banned", "banned") if peer in banned else ("left", "no longer a member")
-            where = f" (proof: run/proofs/{peer}.proof at who found it)" if peer in manifest.banned else ""
+            is_proven = peer in manifest.banned and Audited(peer, FAILED) not in manifest.audited
+            where = f" (proof: run/proofs/{peer}.proof at who found it)" if is_proven else ""
             history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on{where}")
+        for peer, text in audit_news(before.get("probation", ()), manifest):
+            history.add_event(at, "audit", peer, f"{short(peer)} {text} in round {manifest.round}")
         if now["orphans"] != before["orphans"]:
             without = f"expert columns without an owner: {span_text(now['orphans'])}"
             history.add_event(at, "experts", "", without if now["orphans"] else "every expert column has an owner")
@@ -145,7 +150,7 @@ class Follower:
                 "at": now - report.head_age_seconds if report.head_age_seconds is not None else None,
                 "stale": list(report.stale),
                 "data": None if report.data is None else dataclasses.asdict(report.data),
-                "forks": forks,
+                "forks": forks, "probation": dict(report.probation),
                 "columns": [[list(one.owners), one.stale_rounds] for one in report.columns],
             },
         )  # fmt: skip

@@ -266,6 +266,21 @@ def held_out_batches(
         yield reader.batch(sequences, sequences)
 
 
+def leased_tokens(
+    dataset: AnyDataset, config: Config, positions: NDArray[np.int64], should_stop: Callable[[], bool]
+) -> NDArray[np.int64]:
+    """The tokens [B, S] at positions of the run's stream that give a loss.
+
+    Raises DataNotReady where data that comes from others is not here when `should_stop` says so.
+    """
+    reader = _Reader(dataset, config)
+    numbers = _order(dataset, reader.sequences, config, RUN_STREAM).sequences_at(positions)
+    if not reader.sequences.wait(numbers, should_stop):
+        raise DataNotReady(f"{len(numbers)} sequences have not arrived yet")
+    batch = reader.batch(numbers, positions)
+    return batch.tokens[batch.loss_mask]
+
+
 def need_held_out(dataset: AnyDataset, config: Config, max_sequences: int) -> None:
     """Those of `held_out_batches` should be fetched, and stay, where data comes from others."""
     sequences = _Reader(dataset, config).sequences

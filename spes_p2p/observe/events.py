@@ -97,10 +97,10 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another peer came or went."""
+    """A peer came or went, or audits of its work changed what that counts."""
 
     event: ClassVar[str] = "peer"
-    change: Literal["joined", "left", "lost", "banned"]
+    change: Literal["joined", "left", "lost", "banned", "failed an audit", "showed auditors nothing", "counts in full"]
     who: str
     round: int
     proof: str = ""

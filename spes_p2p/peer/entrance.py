@@ -180,7 +180,7 @@ def check_not_banned(rules: RunRules, info: RunInfo, manifest: Manifest, me: Pee
     if me not in manifest.banned:
         raise banned(info, me)
     raise PermanentError(
-        f"the electors of run {info.run_id} have banned this peer: what it handed out as a mean was none",
+        f"the electors of run {info.run_id} have banned this peer: its means were none, or it failed audits",
         fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {me}",
     )
 

@@ -14,6 +14,7 @@ import torch
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.messages import DEGRADED, Commit
+from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, check_datasets, need_held_out, open_dataset
 from spes_p2p.data.mixture import handed_out
@@ -55,6 +56,7 @@ from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.stages import Place, Restored
 from spes_p2p.train.trainer import Trainer
+from spes_p2p.train.work_judge import MemoryJudge
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
 Say = Callable[[str], None]
@@ -168,6 +170,8 @@ def _train(
     tip = connection.enter(columns)
     if trial_sequences(config) and options.model is None:
         connection.disk.judge = HeldOutJudge(config, learning.dataset)
+    if connection.driver.core.state.rules.audited_work and options.model is None:
+        connection.disk.work_judge = MemoryJudge(config, learning.dataset)
     say(f"peer {me} has joined at round {tip.manifest.round}")
     say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
     facts = LiveFacts(connection)
@@ -323,6 +327,8 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             handed_out=handed_out(connection.config.data, manifest.leases.cursor),
         )
     )
+    for peer, news in audit_news([peer for peer, _ in on_probation(event.previous)], manifest):
+        bus.emit(Peer(news, peer, manifest.round))
     if event.caught_up:
         return  # who came and went meanwhile is no news any more
     before = {member.peer for member in event.previous.members}

@@ -70,7 +70,8 @@ class Answers:
         if isinstance(asked, ValuesRequest):
             rules = self._core.state.rules
             check_asker(self._history.disk.store.layout, rules, self._core.tip, caller, asked.first_tile, asked.count)
-            if not self._core.is_counted(asked.parent, unpack(Contribution, asked.work)):
+            entry = unpack(Contribution, asked.work)
+            if not (self._core.is_counted(asked.parent, entry) or self._core.has_counted(asked.parent, entry)):
                 raise RemoteProtocolError("this peer no longer has the requested work")
         reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.forks import ForkDecision, parted_text, tokens_lost
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
@@ -20,7 +21,6 @@ from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     Commit,
 )
-from spes_p2p.consensus.rules import lost_columns, tokens_gone
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
@@ -102,6 +102,8 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
             return executor.fetch(action)
         case do.Audit():
             return executor.audit(action)
+        case do.AuditWork():
+            return executor.audit_work(action)
         case do.Try():
             return executor.try_columns(action)
         case do.Build():

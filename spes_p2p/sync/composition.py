@@ -26,7 +26,7 @@ def open_disk(place: JoinedRun, run: Run, folder: Path, data: Callable[[DataRequ
     """The `Disk` of a peer that has joined a run at `place`; its own values go to `folder`. Raises StorageFull."""
     layout = run.layout
     with storing(folder, 0):
-        inputs = Inputs(folder / "inputs", layout)
+        inputs = Inputs(folder / "inputs", layout, run.rules.audited_work > 0)
         residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
     bases, proofs = Bases(folder / "guests", layout), ProofFolder(folder / PROOFS, run.info)
     return Disk(place.store, place.chain, place.votes, inputs, residuals, bases, proofs, data=data)

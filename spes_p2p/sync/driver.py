@@ -45,6 +45,7 @@ from spes_p2p.sync.sealing import SIGNATURES
 from spes_p2p.sync.surroundings import Disk, Hooks, Role
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.tensor_work import RoundDisk, TensorWork
+from spes_p2p.sync.work_audit import WorkAuditor
 
 
 class Driver:
@@ -80,11 +81,12 @@ class Driver:
         self._outgoing = outgoing = Outgoing(
             layout, disk.inputs, disk.residuals, self._states.committed, decay, rules.audited_share > 0
         )
+        auditor = WorkAuditor(core, disk, outgoing, self._fetchers.later, self._tasks, lambda: disk.work_judge)
         self._work = TensorWork(
             core.me,
             RoundDisk(
                 layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases,
-                lambda: disk.judge, disk.proofs, checker.check,
+                lambda: disk.judge, disk.proofs, checker.check, lambda: core.tip.members, auditor.audit,
             ),
             self._fetchers.urgent, self._tasks, hooks.notice, role.held_bytes,
         )  # fmt: skip

@@ -41,14 +41,19 @@ class Snapshot:
 
 
 class Inputs:
-    """Snapshots in `directory`, one at a time. Taken by the trainer's thread, read by any."""
+    """The newest snapshot in `directory` and, for auditors, that of the round before.
 
-    def __init__(self, directory: Path, layout: Layout) -> None:
+    Taken by the trainer's thread, read by any. `keeps_earlier`: whether there are auditors.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, keeps_earlier: bool = False) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self._snapshot = Snapshot(NO_HASH, {})
+        self._snapshot = self._earlier = Snapshot(NO_HASH, {})
+        self._folder = self._earlier_folder = directory / "none"
+        self.keeps_earlier = keeps_earlier
         self._count = 0
 
     def take(
@@ -67,9 +72,12 @@ class Inputs:
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
+        if self.keeps_earlier and parent != self._snapshot.parent:
+            self._earlier, self._earlier_folder = self._snapshot, self._folder
         self._snapshot = Snapshot(parent, arrays, coordinates or {})  # at once: readers see the one or the other
+        self._folder = folder
         for older in self._directory.iterdir():
-            if older != folder:
+            if older not in (folder, self._earlier_folder):
                 shutil.rmtree(older)
 
     def _store(self, folder: Path, block: int, values: Values) -> Values:
@@ -79,9 +87,10 @@ class Inputs:
         return on_disk(folder / block_file(block), values)
 
     @property
-    def folder_beside(self) -> Path:
-        """Where what is made of a snapshot may lie."""
-        return self._directory.with_name(f"{self._directory.name}-encoded")
+    def folders_beside(self) -> tuple[Path, Path]:
+        """Where what is made of a snapshot, and of the one before, may lie."""
+        name = f"{self._directory.name}-encoded"
+        return self._directory.with_name(name), self._directory.with_name(f"{name}-too")
 
     def freeze(self, source: BlockSource, blocks: Sequence[int]) -> BlockSource:
         """`source` as it is now for `blocks`, kept beside the snapshot until the next one is taken."""
@@ -111,6 +120,8 @@ class Inputs:
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
         snapshot, tiles = self._snapshot, self._tiles(first_tile, count)
+        if parent == self._earlier.parent:
+            snapshot = self._earlier
         if parent != snapshot.parent or not tiles or tiles[0].block not in snapshot.arrays:
             return None
         return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]

@@ -133,11 +133,21 @@ def check_sizes(config: Config, layout: Layout) -> None:
         )
 
 
+AUDITED_WORK = 3 / 8
+"""Times `sync.audited_share`: 3% where that is not set."""
+
+
 def can_be_audited(config: Config, layout: Layout) -> bool:
     """Whether the mean of a slice can follow, to the bit, from what its contributors send: coarse codecs need what a
     reducer left out before, and guests' changes are multiplied out."""
     is_fine = {layout.codec_of(block.index) for block in layout.model_blocks} <= {"fp32", "bf16", "int8"}
     return config.sync.enabled and config.sync.aggregate == "clip" and is_fine and not config.model.guest_rank
+
+
+def audited_work(config: Config, info: RunInfo, layout: Layout) -> float:
+    """The most of a round's training and bytes that audits of who trained take; 0 where nobody could audit."""
+    is_known = info.dataset != NO_HASH and not config.model.own_layout  # what was trained on, and by which model
+    return AUDITED_WORK * config.sync.audited_share if is_known and can_be_audited(config, layout) else 0.0
 
 
 def trial_sequences(config: Config) -> int:
@@ -174,6 +184,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         clips=sync.aggregate == "clip",
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
         trial_sequences=trial_sequences(config),
+        audited_work=audited_work(config, info, layout),
         has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",

@@ -38,6 +38,7 @@ class _CommittedTo:
         self.parent = parent
         self.hashes: dict[int, bytes] = {}
         self._area = area
+        self.folder = area.folder
         if area.folder.exists():
             remove_folder(area.folder)
 
@@ -78,7 +79,8 @@ class Outgoing:
         self._committed = committed
         self._decay = np.float32(residual_decay)
         self._is_audited = is_audited
-        self._committed_to: _CommittedTo | None = None
+        self._commitments: tuple[_CommittedTo, ...] = ()
+        """The newest first, and for auditors that of the round before."""
 
     def own(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Own values of consecutive tiles of a block for a slice that this peer reduces itself; None without any."""
@@ -102,8 +104,8 @@ class Outgoing:
         if self._codec(first_tile) == "fp32":
             return bytes_of(values)
         if self._is_audited:
-            known = self._committed_to
-            return known.encoded(range(first_tile, first_tile + count)) if known and known.parent == parent else None
+            known = self._commitment(parent)
+            return known.encoded(range(first_tile, first_tile + count)) if known else None
         committed = self._committed(parent)
         if committed is None:
             return None
@@ -145,11 +147,14 @@ class Outgoing:
         if not self._is_audited or committed is None or self._inputs.parent != parent:
             return NO_HASH
         layout = self._layout.in_round(committed.round + 1)
-        made = _CommittedTo(parent, TileArea(self._inputs.folder_beside, layout, encoded=True))
+        others = [known for known in self._commitments if known.parent != parent and self._inputs.keeps_earlier][:1]
+        taken = {known.folder for known in others}
+        folder = next(folder for folder in self._inputs.folders_beside if folder not in taken)
+        made = _CommittedTo(parent, TileArea(folder, layout, encoded=True))
         for block in self._inputs.blocks:
             with contextlib.suppress(TileDamaged):
                 made.add(block, self._leaving(committed, parent, block))
-        self._committed_to = made
+        self._commitments = (made, *others)
         return commitment_to(made.hashes)
 
     def _leaving(self, committed: Version, parent: Hash, block: int) -> Iterator[tuple[Tile, memoryview, bool]]:
@@ -168,9 +173,12 @@ class Outgoing:
     def shown(self, parent: Hash, first_tile: int, count: int) -> Blob | None:
         """The same, with what shows that the values are those that this peer has committed to, where it has."""
         data = self.serve(parent, first_tile, count)
-        known, block = self._committed_to, self._layout.tiles[first_tile].block
-        is_known = known is not None and known.parent == parent and block in known.hashes
+        known, block = self._commitment(parent), self._layout.tiles[first_tile].block
+        is_known = known is not None and block in known.hashes
         return None if data is None else Blob(data, opening_of(known.hashes, block) if known and is_known else b"")
+
+    def _commitment(self, parent: Hash) -> _CommittedTo | None:
+        return next((known for known in self._commitments if known.parent == parent), None)
 
     def _unsent(self, tile_id: int) -> Values | None:
         kept = self._residuals.unsent(tile_id)

@@ -19,6 +19,7 @@ from spes_p2p.consensus.messages import (
     DEGRADED,
     Commit,
 )
+from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.data.mixture import handed_out
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
@@ -122,6 +123,8 @@ class RunReport:
     """By who is there now; empty where nobody says an address."""
     banned: tuple[PeerId, ...] = ()
     """By the organiser or by electors, sorted."""
+    probation: tuple[tuple[PeerId, int], ...] = ()
+    """Whose work does not count in full yet, and how many audits it must pass."""
     forks: tuple[Fork, ...] = ()
     """Where histories part that are announced at the same time; the rest is of the one with the newest round."""
 
@@ -236,6 +239,7 @@ def _report(
         peers=_peer_lines(peers, manifest, now),
         columns=_columns(manifest) if manifest else (),
         banned=tuple(sorted(Admission(manifest.roll, banned=manifest.banned).all_banned)) if manifest else (),
+        probation=on_probation(manifest) if manifest else (),
         data=coverage({peer: one.held for peer, one in peers.items() if _is_fresh(one, now)}),
     )
 

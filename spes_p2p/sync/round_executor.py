@@ -176,6 +176,12 @@ class RoundExecutor:
             return on.Finding.FALSE
         return on.Finding.LOSES_MANY if is_many else on.Finding.SOUND
 
+    async def audit_work(self, action: do.AuditWork) -> None:
+        """Looks at the work of another that the tip counts."""
+        finding = await self._work.audit_work(action.entry)
+        if self._core.wanted.audited_work(action.entry):
+            self._tell(on.WorkAudited(action.entry, finding))
+
     async def try_columns(self, action: do.Try) -> None:
         """Tries columns on held-out text; nobody is called harmful for damage here."""
         harmful: frozenset[int] = frozenset()

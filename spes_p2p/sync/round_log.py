@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spes_p2p.consensus.columns import stale_columns
 from spes_p2p.consensus.forks import tokens_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import (
     LOST,
     Commit,
 )
-from spes_p2p.consensus.rules import stale_columns
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.ports import Clock, Transport
@@ -143,6 +144,8 @@ class RoundLog:
         inputs, me = self._inputs, self.core.me
         if inputs.parent != first.parent:
             return frozenset()
+        if me in weightless(self.core.tip.members) and any(entry.peer == me for entry in first.roster):
+            return frozenset()  # it counts as tokens, and goes into nothing
         done = {tile_id for piece in first.slices if me in piece.contributors for tile_id in piece.tile_ids}
         plan = self.core.state.round.plan
         for index, report in self.core.state.round.all_reports() if plan else ():

@@ -85,6 +85,9 @@ class RoundWork(Protocol):
         Raises NetworkError, RemoteProtocolError, TileDamaged.
         """
 
+    async def audit_work(self, entry: Contribution) -> str | None:
+        """What is found of work that the tip counts (see `Verdict`); None where nothing can be said."""
+
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
 

@@ -22,6 +22,7 @@ MAX_PARTS = {
     "ready": 2048,
     "reports": 2**16,
     "accusations": 2**12,
+    "verdicts": 2**12,
     "votes": 1024,
     "contents": 16,
     "degraded_proposals": 64,
@@ -126,6 +127,7 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
     yield from envelope.ready
     yield from envelope.reports
     yield from _with_reports(envelope.accusations)
+    yield from envelope.verdicts
     for content in envelope.contents:
         yield from content.statements.ready
         yield from content.statements.reports
@@ -134,6 +136,7 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
         if content.statements.roll is not None:
             yield content.statements.roll
         yield from _with_reports(content.statements.accusations)
+        yield from content.statements.verdicts
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

@@ -12,9 +12,10 @@ from spes_p2p.consensus.messages import (
     Commit,
     Intent,
 )
+from spes_p2p.data.leases import Ranges
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
@@ -86,6 +87,29 @@ class ColumnJudge(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Text:
+    """Positions of the run's stream: what another says that it trained on, what we did in the same round, and what is
+    leased to us next, so that nobody has. `mark` is a seed.
+    """
+
+    theirs: Ranges
+    own: Ranges
+    fresh: Ranges
+    mark: Hash
+
+
+class WorkJudge(Protocol):
+    """Judges what another has trained. Called in a thread."""
+
+    def finding(self, base: BlockSource, theirs: Values, own: Values, text: Text) -> str | None:
+        """`PASSED`, `FAILED`, or None where nothing shows.
+
+        `theirs` and `own`: the shared values of `base`, with what was trained in the same few tiles. Raises
+        DataNotReady, TileDamaged.
+        """
+
+
 @dataclass
 class Disk:
     """Where one peer keeps its part of a run."""
@@ -103,6 +127,8 @@ class Disk:
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
     judge: ColumnJudge | None = None
     """Tries columns; None on a node that has no model, and until there is one."""
+    work_judge: WorkJudge | None = None
+    """Judges what others trained; the same."""
     keeps_states: bool = True
     """If False, this node follows only the certificates, and its store does not change."""
 

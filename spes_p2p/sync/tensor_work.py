@@ -6,7 +6,7 @@ Values come through `Transfers`, and everything made lies on the `CandidateState
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from spes_p2p.consensus.manifest import (
     Merge,
     Slice,
 )
+from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import (
     Content,
     Plan,
@@ -78,6 +79,9 @@ class RoundDisk:
     judge: Callable[[], ColumnJudge | None]
     proofs: ProofFolder
     check_signature: CheckSignature
+    members: Callable[[], tuple[Member, ...]]
+    """Of the tip."""
+    audit_work: Callable[[Contribution], Awaitable[str | None]]
 
     def basis_of(self, piece: Slice) -> Basis | None:
         """The one in which guests train in a slice's column."""
@@ -177,6 +181,9 @@ class TensorWork:
         tile = self._disk.layout.tiles[tile_id]
         return self._disk.committed().block(tile.block)[tile.start : tile.stop]
 
+    async def audit_work(self, entry: Contribution) -> str | None:
+        return await self._disk.audit_work(entry)
+
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         judge = self._disk.judge()
         if judge is None:
@@ -235,7 +242,7 @@ class TensorSlice:
         self._me = me
         self._keeps = keeps
         self._parent = plan.parent
-        self._roster = {entry.peer: entry for entry in weighed(plan.roster, disk.rules.clips)}
+        self._roster = {entry.peer: entry for entry in weighed(plan.roster, disk.rules.clips, disk.members())}
         self._piece = piece
         self._disk = disk
         self._transfers = transfers

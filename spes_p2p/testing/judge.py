@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.columns import lost_columns
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
@@ -25,7 +26,7 @@ from spes_p2p.consensus.messages import (
     Proposal,
     Signed,
 )
-from spes_p2p.consensus.rules import RunRules, check_child, idle_members, lost_columns, neglected_columns
+from spes_p2p.consensus.rules import RunRules, check_child, idle_members, neglected_columns
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError

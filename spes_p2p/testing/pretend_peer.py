@@ -31,7 +31,7 @@ from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.composition import build_driver, open_disk
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Run
-from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role
+from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role, WorkJudge
 from spes_p2p.train.commits import news_of
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.stages import (
@@ -161,6 +161,7 @@ class PretendPeer:
     went_over: dict[int, Values] = field(default_factory=dict)
     """What it had trained on top of its newest commit when another history won."""
     column_judge: ColumnJudge | None = None
+    work_judge: WorkJudge | None = None
     is_up: bool = True
     joined: bool = False
     _ended: bool = False
@@ -178,7 +179,7 @@ class PretendPeer:
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
         self.disk = open_disk(place, swarm.run, self.folder)
-        self.disk.judge = self.column_judge
+        self.disk.judge, self.disk.work_judge = self.column_judge, self.work_judge
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         self.machine = TrainerMachine(_rules_of(self.name, swarm.run), swarm.layout)

@@ -30,6 +30,8 @@ from spes_p2p.testing.sim_network import Network
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
 
+AUDITED_WORK = 1000.0
+"""Of a round, for audits of work: tiny rounds could afford none."""
 EXTINCT_SECONDS = 30.0
 """So long after the last fault without anybody who could go on, a run is over."""
 
@@ -97,6 +99,8 @@ class World:
         self.core_class = core_class
         rules = run_rules(columns, replicas=replicas)
         self.rules = replace(rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2, faults=self.faults)
+        if seed % 8 == 5:
+            self.rules = replace(self.rules, audited_work=AUDITED_WORK, clips=True)
         self.max_columns = columns
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}

@@ -14,6 +14,7 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
+from spes_p2p.consensus.membership import FAILED, PASSED
 from spes_p2p.consensus.messages import (
     Commit,
     Envelope,
@@ -160,6 +161,13 @@ class SimProcess:
         if chance < CANNOT_TRY:
             return False
         return (column[0] < HARMFUL * 256) is not (chance > 1 - WRONG)
+
+    def finds_work(self, entry: Contribution) -> str | None:
+        """It was done; now and then somebody is wrong, or cannot say."""
+        chance = self._world.random.random()
+        if chance < CANNOT_TRY:
+            return None
+        return PASSED if chance <= 1 - WRONG else FAILED
 
     def begin_work(self, action: do.Work) -> None:
         self._peer.later(0.0, lambda: self._go_on(self.driver.work(action)))

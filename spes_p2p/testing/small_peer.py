@@ -224,6 +224,9 @@ class SmallStep:
     def finds_harmful(self, column: Hash) -> bool:
         return False
 
+    def finds_work(self, entry: Contribution) -> str | None:
+        return None
+
     def handled(self) -> None:
         self._note_disk()
         decided, name = self._core.state.round.decided, self._local.name

@@ -105,6 +105,9 @@ class Surroundings(Protocol):
     def finds_harmful(self, column: Hash) -> bool:
         """What comes of trying a column of this name."""
 
+    def finds_work(self, entry: Contribution) -> str | None:
+        """What comes of looking at this work."""
+
     def handled(self) -> None:
         """The consensus has taken an event in."""
 
@@ -225,6 +228,10 @@ class SymbolWork:
                 self._disk.check_room()
                 self._disk.stage(action.piece, split(action.hashes))
         return False
+
+    async def audit_work(self, entry: Contribution) -> str | None:
+        await Pause(self._around.work_seconds())
+        return self._around.finds_work(entry)
 
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         await Pause(self._around.work_seconds())

@@ -28,6 +28,7 @@ from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.memory import Held
 from spes_p2p.train.stages import Load, Turn
+from spes_p2p.train.work_judge import MemoryJudge
 
 LOOK_SECONDS = 0.1
 
@@ -55,6 +56,7 @@ class TrainingPeer(PretendPeer):
         self.work = replace(self.work, learner=self.learner)
         if swarm.model is None:
             self.column_judge = HeldOutJudge(swarm.config, swarm.dataset)
+            self.work_judge = MemoryJudge(swarm.config, swarm.dataset)
         await super().start()
 
     def _begin(self, load: Load) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spes_p2p.config.schema import Config, ModelConfig
+from spes_p2p.consensus.probation import MOST_POSITIONS
 from spes_p2p.consensus.weights import FEWEST
 from spes_p2p.data.loader import AnyDataset, held_out_batches
 from spes_p2p.errors import DataNotReady
@@ -44,8 +45,8 @@ LONGEST = 5.0
 MUCH = 0.05
 """Of the loss: by no more may columns make that of the next state rise."""
 FEWEST_SEQUENCES = 4
-MOST_POSITIONS = 256
-"""Of each sequence the first ones are taken: more of them tell little more, and cost as much as more sequences."""
+AT_ONCE = 16
+"""Sequences that go through a layer together."""
 Samples = NDArray[np.float64]
 """One number for each sequence [B]."""
 
@@ -151,9 +152,10 @@ class Trial:
         """The cross entropy of each sequence [B] in nats, with other values in these blocks."""
         self._load(None, blocks)
         x_BSD = embedded(self._token_BS, self._model.embedding)
+        parts = [slice(at, at + AT_ONCE) for at in range(0, len(x_BSD), AT_ONCE)]
         for layer in range(self._num_layers):
             self._load(layer, blocks)
-            x_BSD, _ = self._model.layers[0](x_BSD, self._context)
+            x_BSD = torch.cat([self._model.layers[0](x_BSD[p], _part_of(self._context, p))[0] for p in parts])
         return _samples(self._model.cross_entropies(x_BSD, self._token_BS))
 
     def slopes(self, changes: Mapping[int, Values]) -> tuple[Samples, dict[int, Samples]]:
@@ -179,7 +181,7 @@ class Trial:
         found = []
         for at in range(len(x_BSD)):
             x_1SD = x_BSD[at : at + 1].clone().requires_grad_()
-            out_1SD, _ = self._model.layers[0](x_1SD, _of_one(self._context, at))
+            out_1SD, _ = self._model.layers[0](x_1SD, _part_of(self._context, slice(at, at + 1)))
             wanted = (x_1SD, *self._masters.values())
             gradient_1SD, *of_masters = torch.autograd.grad(out_1SD, wanted, gradient_BSD[at : at + 1])
             for part, gradient in zip(self._masters, of_masters, strict=True):
@@ -206,11 +208,11 @@ class Trial:
             load_layer(self._model, self._table, layer, block, values)
 
 
-def _of_one(context: Context, at: int) -> Context:
-    """That of one sequence; what is the same for all has no dimension for them."""
+def _part_of(context: Context, part: slice) -> Context:
+    """That of some sequences; what is the same for all has no dimension for them."""
 
-    def one(part: Tensor) -> Tensor:
-        return part[at : at + 1] if part.dim() == 4 else part
+    def one(values: Tensor) -> Tensor:
+        return values[part] if values.dim() == 4 else values
 
     bias = context.bias_B1SS
     return Context(one(context.cos), one(context.sin), None if bias is None else one(bias))

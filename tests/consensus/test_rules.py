@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.manifest import (
@@ -38,10 +39,8 @@ from spes_p2p.consensus.rules import (
     check_newcomers,
     child_manifest,
     genesis_manifest,
-    lost_columns,
     next_step,
     renewed_manifest,
-    tokens_gone,
 )
 from spes_p2p.consensus.slices import Turn, plan_slices
 from spes_p2p.errors import RemoteProtocolError
