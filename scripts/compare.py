@@ -422,8 +422,9 @@ def page(arguments: argparse.Namespace, found: Sequence[Outcome], images: Sequen
         "",
         f"{count_text(sizes.total)} parameters ({config.model.num_experts} experts, top-{config.model.top_k}), "
         f"{arguments.steps} steps of {tokens:,} tokens, H = {arguments.steps_per_round}, "
-        f"{len(seeds)} seed(s), on {arguments.device.type}, trained on {corpus}. Loss: cross entropy in nats a "
-        f"token on {config.eval.sequences} held-out sequences, of the committed model after the last round.",
+        f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'}, on {arguments.device.type}, trained on {corpus}. "
+        f"Loss: cross entropy in nats a token on {config.eval.sequences} held-out sequences, of the committed model "
+        "after the last round.",
         "",
         "    " + _command(arguments, arms, seeds),
         "",

@@ -162,7 +162,7 @@ def _nobody(failed: list[Failed]) -> NetworkError:
     reasons = "; ".join(f"{one.address} {one.reason}" for one in failed)
     return NetworkError(
         f"no initial peer can be reached: {reasons}",
-        fix="give the address of a peer that is running (any peer of the run will do), or check your network",
+        fix="ask for a newer invitation (any peer prints one with: spes-p2p invite), or check your network",
     )
 
 
