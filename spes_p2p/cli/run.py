@@ -301,10 +301,23 @@ def vouch(
 ) -> None:
     """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
 
-    In any run it lifts what electors have decided: peers that they banned may come back.
+    In any run it lifts what electors have decided: peers that they banned may come back. With the folder of a peer that
+    votes, it is one elector's word: two thirds of them let a peer vote, too.
 
     Example: spes-p2p run vouch 12D3KooWAbc... --folder bootstrap-node
     """
+    from spes_p2p.peer.kept_invite import kept_invite
+    from spes_p2p.peer.organising import checked_peers
+    from spes_p2p.peer.vouching import change_vouches
+    from spes_p2p.swarm.hivemind_backend.identity import signer_of
+    from spes_p2p.swarm.invite import decode
+
+    organiser = decode(kept_invite(folder)).organiser
+    if signer_of(folder / "identity.key").peer_id != organiser:
+        said = change_vouches(folder, checked_peers(peers), undo)
+        typer.echo(f"this peer vouches for: {', '.join(said) or 'nobody'}")
+        typer.echo("it says so while it runs; for whom two thirds of the electors vouch votes from the next round on")
+        return
     _change_roll(peers, folder, "forgotten" if undo else "vouched")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spes_p2p.consensus.membership import LINK_CLASSES
+from spes_p2p.consensus.membership import LINK_CLASSES, MAX_VOUCHED
 from spes_p2p.consensus.messages import Intent, Work
 from spes_p2p.ids import NO_HASH
 
@@ -33,6 +33,8 @@ def is_sane_intent(intent: Intent, columns: int) -> bool:
         max(len(intent.claims), len(intent.releases)) <= columns
         and intent.link_class in LINK_CLASSES
         and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
+        and len(intent.vouches) <= MAX_VOUCHED
+        and [*intent.vouches] == sorted({*intent.vouches})
     )
 
 

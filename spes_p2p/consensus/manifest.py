@@ -85,8 +85,9 @@ class Manifest:
     `ledger` is the root of what was counted of each peer up to here, this round included (see `Ledger`).
     `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
     the organiser's newest that a round has taken up, None where there is none yet. `banned` are those of whom a quorum
-    of electors has said that they handed out what is no mean, and who failed audits again and again, sorted. `audited`
-    is what came of auditing work that the parent counted, sorted.
+    of electors has said that they handed out what is no mean, and who failed audits again and again; `vouched` are
+    those for whom two thirds of the electors have vouched; both sorted. `audited` is what came of auditing work that
+    the parent counted, sorted.
     """
 
     wire_version: int
@@ -110,6 +111,7 @@ class Manifest:
     roll: Roll | None
     banned: tuple[PeerId, ...] = ()
     audited: tuple[Audited, ...] = ()
+    vouched: tuple[PeerId, ...] = ()
 
 
 def manifest_hash(manifest: Manifest) -> Hash:

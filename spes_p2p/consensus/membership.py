@@ -2,8 +2,8 @@
 
 A member is a peer in one incarnation: a peer that lost its voting record comes back as a new incarnation, which the
 chain knows nothing of, and so as a newcomer. Electors are the members that were members of the parent already and, in a
-run whose electors are vouched for, are named by the organiser's roll. Nothing here measures time; who was heard is told
-from outside.
+run whose electors are vouched for, are named by the organiser's roll or by two thirds of the electors. Nothing here
+measures time; who was heard is told from outside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 
 LINK_PUBLIC = 0
 """Can be dialled from outside."""
@@ -22,6 +22,8 @@ LEAST_NEW = 4
 MAX_MEMBERS = 1024
 MAX_VOUCHED = 64
 """Places of members that strangers cannot take, too."""
+MAX_ELECTORS = 31
+"""Where electors are vouched for: each round takes votes of a third of them twice over, and all hear all."""
 MAX_BANNED = 128
 MAX_MANIFEST_BANS = 1024
 """Peers that manifests of a run ban: the list is in each."""
@@ -74,7 +76,8 @@ class Admission:
     """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote.
 
     `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for. `probation`: that of
-    newcomers, where there is somebody who can audit them.
+    newcomers, where there is somebody who can audit them. `vouched`: by electors. `epoch`: what electors are drawn by
+    where too many may vote.
     """
 
     roll: Roll | None = None
@@ -82,9 +85,18 @@ class Admission:
     organiser: PeerId = NOBODY
     banned: tuple[PeerId, ...] = ()
     probation: int = 0
+    vouched: tuple[PeerId, ...] = ()
+    epoch: Hash = NO_HASH
 
     def may_vote(self, peer: PeerId) -> bool:
-        return not self.by_vouch or peer == self.organiser or (self.roll is not None and peer in self.roll.vouched)
+        by_roll = self.roll.vouched if self.roll is not None else ()
+        return not self.by_vouch or peer == self.organiser or peer in by_roll or peer in self.vouched
+
+    def drawn(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
+        """Of those who may vote the ones that do."""
+        known = [*peers]
+        few = not self.by_vouch or len(known) <= MAX_ELECTORS
+        return frozenset(known if few else sorted(known, key=lambda peer: rank(self.epoch, peer))[:MAX_ELECTORS])
 
     def is_banned(self, peer: PeerId) -> bool:
         return peer in self.all_banned
@@ -216,12 +228,14 @@ def with_votes(
         (member, known.get((member.peer, member.incarnation)), admission.may_vote(member.peer)) for member in chosen
     ]
     none_left = all(trains is None for _, trains, votes in rows if votes)
+    able = (member.peer for member, trains, votes in rows if votes and (none_left or trains is not None))
+    voters = admission.drawn(able)
     return tuple(
         replace(
             member,
-            elector=votes and (none_left or trains is not None),
+            elector=member.peer in voters,
             trains=member.trains if trains is None else trains,
             probation=standing.get(member.peer, newcomers),
         )
-        for member, trains, votes in rows
+        for member, trains, _ in rows
     )

@@ -154,7 +154,8 @@ class Ready:
 class Intent:
     """What a peer wants: to take part, to leave, which columns; and what it can offer.
 
-    `serving`: it takes part without training: it reduces, holds and votes.
+    `serving`: it takes part without training: it reduces, holds and votes. `vouches`: whom it, as an elector, would
+    have vote, sorted.
     """
 
     joining: bool = False
@@ -166,6 +167,7 @@ class Intent:
     uplink_bytes_per_second: int = 0
     can_vote: bool = True
     serving: bool = False
+    vouches: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)

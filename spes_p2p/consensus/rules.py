@@ -26,6 +26,7 @@ from spes_p2p.consensus.manifest import (
 from spes_p2p.consensus.membership import (
     LINK_CLASSES,
     MAX_MEMBERS,
+    MAX_VOUCHED,
     NOBODY,
     PROBATION,
     Admission,
@@ -47,6 +48,8 @@ from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
 
 MergeKind = Literal["paper", "released", "shrink"]
+EPOCH_ROUNDS = 64
+"""For so many rounds the same electors are drawn where too many may vote."""
 IDLE_TURNS = 3
 """How many turns a column may go without a new version before owners that train nothing lose it."""
 MOST_ROUNDS = 8
@@ -105,9 +108,13 @@ class RunRules:
         """Whose seals commit a manifest."""
         return SealRule(self.organiser, self.faults)
 
-    def admission(self, roll: Roll | None, banned: tuple[PeerId, ...] = ()) -> Admission:
-        """Who may take part and vote by this roll; `banned` as manifests have it."""
-        return Admission(roll, self.by_vouch, self.organiser, banned, PROBATION if self.audited_work else 0)
+    def admission(
+        self, roll: Roll | None, banned: tuple[PeerId, ...] = (), vouched: tuple[PeerId, ...] = (), round: int = 0
+    ) -> Admission:
+        """Who may take part and vote by this roll in a manifest of `round`; `banned` and `vouched` as it has them."""
+        epoch = sha256(self.fingerprint, (round // EPOCH_ROUNDS).to_bytes(8, "big"))
+        probation = PROBATION if self.audited_work else 0
+        return Admission(roll, self.by_vouch, self.organiser, banned, probation, vouched, epoch)
 
     @property
     def num_columns(self) -> int:
@@ -169,8 +176,9 @@ class Outcome:
     """What the leader found in a round: the part of a manifest that is not derived.
 
     `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so. `roll`: whom the
-    organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it. `ledger`:
-    the root of that of the child. `audited`: what came of audits of the parent's roster.
+    organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it; `vouched`:
+    for whom electors vouch, likewise. `ledger`: the root of that of the child. `audited`: what came of audits of the
+    parent's roster.
     """
 
     roster: tuple[Contribution, ...]
@@ -183,6 +191,7 @@ class Outcome:
     banned: tuple[PeerId, ...] = ()
     ledger: Hash = EMPTY.root
     audited: tuple[Audited, ...] = ()
+    vouched: tuple[PeerId, ...] = ()
 
 
 def child_manifest(
@@ -260,6 +269,7 @@ def _derived(
         roll=outcome.roll,
         banned=outcome.banned,
         audited=outcome.audited,
+        vouched=outcome.vouched,
     )
 
 
@@ -308,11 +318,14 @@ def renewed_manifest(
     `state_root` is that of the parent, or of one before it where nobody has the parent's state any more.
     """
     roll = newest_roll(parent.roll, roll)
-    admission = rules.admission(roll, parent.banned)
+    admission = rules.admission(roll, parent.banned, parent.vouched, parent.round + 1)
     allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
     named = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
     theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
-    outcome = Outcome((), (), sha256(), state_root, None, roll=roll, banned=parent.banned, ledger=parent.ledger)
+    outcome = Outcome(
+        (), (), sha256(), state_root, None,
+        roll=roll, banned=parent.banned, ledger=parent.ledger, vouched=parent.vouched,
+    )  # fmt: skip
     return child_manifest(rules, parent, outcome, named, theirs)
 
 
@@ -323,7 +336,7 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     decay_steps = 0 if child.decay is None else child.decay.steps
     outcome = Outcome(  # the ledger follows from more than the parent: see `check_ledger`
         child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll,
-        child.banned, child.ledger, child.audited,
+        child.banned, child.ledger, child.audited, child.vouched,
     )  # fmt: skip
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
@@ -340,7 +353,7 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
     majority has committed, or the organiser renewed, is followed as it is. Who is vouched for does not count.
     """
-    admission = rules.admission(child.roll, child.banned)
+    admission = rules.admission(child.roll, child.banned, child.vouched, child.round)
     strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
     new, most = strangers - {member.peer for member in parent.members}, most_new(len(parent.members))
     if len(new) > most:
@@ -350,7 +363,7 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
 
 
 def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
-    admission = rules.admission(child.roll, child.banned)
+    admission = rules.admission(child.roll, child.banned, child.vouched, child.round)
     if newest_roll(parent.roll, child.roll) != child.roll or (child.roll is not None and not child.roll.is_sane()):
         raise RemoteProtocolError(f"manifest of round {child.round}: its roll is older than its parent's, or malformed")
     names = [member.peer for member in child.members]
@@ -358,6 +371,9 @@ def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned")
     if not set(parent.banned) <= set(child.banned) or [*child.banned] != sorted(set(child.banned)):
         raise RemoteProtocolError(f"manifest of round {child.round}: whom it bans does not follow from its parent")
+    stay, too_many = set(parent.vouched) - set(child.banned), len(child.vouched) > MAX_VOUCHED
+    if not stay <= set(child.vouched) or [*child.vouched] != sorted({*child.vouched} - {*child.banned}) or too_many:
+        raise RemoteProtocolError(f"manifest of round {child.round}: for whom electors vouch does not follow")
     if len(names) > MAX_MEMBERS:
         raise RemoteProtocolError(
             f"manifest of round {child.round}: {len(names)} members, but at most {MAX_MEMBERS} are allowed"

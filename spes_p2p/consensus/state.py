@@ -326,7 +326,7 @@ class State:
         """Who may take part in the child of our tip and vote on what follows it, by the newest roll that we know."""
         known = self.others.roll
         roll = newest_roll(self.tip.roll, known.value if known is not None else None)
-        return self.rules.admission(roll, self.tip.banned)
+        return self.rules.admission(roll, self.tip.banned, self.tip.vouched, self.tip.round + 1)
 
     def is_member(self) -> bool:
         """Whether the tip names this incarnation."""

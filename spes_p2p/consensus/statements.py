@@ -8,10 +8,11 @@ signed of the learning rate (`DecayOrder`) is taken up once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
-from spes_p2p.consensus.electorate import Electorate
+from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import (
     Audited,
@@ -25,6 +26,7 @@ from spes_p2p.consensus.membership import (
     EVERYBODY,
     FAILED,
     MAX_MANIFEST_BANS,
+    MAX_VOUCHED,
     PASSED,
     WITHHELD,
     Admission,
@@ -147,12 +149,14 @@ def content_of(
     said = (signed.value for signed in statements.statuses)
     audited, verdicts = audited_after(rules, parent, statements.verdicts)
     banned, proven = banned_after(rules, parent, statements.accusations, audited)
-    members, wishes = members_after(parent, said, needed, rules.admission(roll, banned), audited)
+    vouched = vouched_after(rules, parent, statements.statuses, banned)
+    admission = rules.admission(roll, banned, vouched, parent.round + 1)
+    members, wishes = members_after(parent, said, needed, admission, audited)
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
     root = ledger.after(roster).root
-    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root, audited)
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root, audited, vouched)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
@@ -226,6 +230,25 @@ def is_of_auditor(rules: RunRules, parent: Manifest, signed: Signed[Verdict]) ->
         return False
     drawn = {entry.peer for entry in drawn_work(rules, parent)}
     return verdict.peer in drawn and signed.author in auditors_of(parent, verdict.peer)
+
+
+def vouched_after(
+    rules: RunRules, parent: Manifest, statuses: Iterable[Signed[Status]], banned: Collection[PeerId]
+) -> tuple[PeerId, ...]:
+    """For whom electors vouch after the child of `parent`: those before, and for whom two thirds of them do now.
+
+    Of an elector counts what it says on top of `parent`: what it has taken back cannot be brought up again.
+    """
+    if not rules.by_vouch:
+        return ()
+    head, voters = manifest_hash(parent), {member.peer: member.incarnation for member in electors(parent.members)}
+    said = (signed.value for signed in statuses)
+    able = (status for status in said if voters.get(status.peer) == status.incarnation and status.head == head)
+    votes = Counter(peer for status in able for peer in {*status.intent.vouches})
+    needed = Electorate(tuple(voters), Faults.BYZANTINE).quorum
+    known = {*parent.vouched} - {*banned}
+    new = sorted(peer for peer, count in votes.items() if count >= needed and peer not in {*known, *banned})
+    return tuple(sorted({*known, *new[: MAX_VOUCHED - len(known)]}))
 
 
 def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) -> bool:

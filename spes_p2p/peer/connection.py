@@ -28,6 +28,7 @@ from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
 from spes_p2p.peer.stopping import until_stopped
+from spes_p2p.peer.vouching import vouches_in
 from spes_p2p.peer.wishes import Wishes
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
@@ -72,7 +73,7 @@ class Connection:
         self._run = found.run
         self.gate = gate
         self.info, self.config, self.layout = found.run.info, found.run.config, found.run.layout
-        self.wishes = Wishes(gate.wish, lambda: has_company(self.others()))
+        self.wishes = Wishes(gate.wish, lambda: has_company(self.others()), lambda: vouches_in(options.folder))
         self.data = DataSupply(network, found, options, data_traffic, gate.notice, gate.failed)
         self.presence = Presence(
             self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause, options.token
@@ -232,7 +233,7 @@ class Connection:
         await watch.start()
         ends.push_async_callback(self._beside.stop)
         self.wishes.begin()  # it may have been paused meanwhile
-        self._beside.spawn(self.wishes.look_for_company(run.heartbeat_seconds))
+        self._beside.spawn(self.wishes.look_around(run.heartbeat_seconds))
         self._beside.spawn(self._network.keep_alive(lambda text: self.gate.notice(Notice("network", text))))
         return place.tip
 

@@ -174,7 +174,7 @@ def banned(info: RunInfo, peer: PeerId) -> PermanentError:
 
 def check_not_banned(rules: RunRules, info: RunInfo, manifest: Manifest, me: PeerId) -> None:
     """Raises PermanentError where a manifest excludes this peer."""
-    admission = rules.admission(manifest.roll, manifest.banned)
+    admission = rules.admission(manifest.roll, manifest.banned, manifest.vouched, manifest.round)
     if not admission.is_banned(me):
         return
     if me not in manifest.banned:

@@ -7,26 +7,36 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from spes_p2p.consensus.messages import Intent
+from spes_p2p.ids import PeerId
 
 
 class Wishes:
     """`tell` is given each new intent, once `begin` was called. For any thread."""
 
-    def __init__(self, tell: Callable[[Intent], None], has_company: Callable[[], bool]) -> None:
-        """`has_company`: whether others take part, who could train what this peer does not."""
+    def __init__(
+        self,
+        tell: Callable[[Intent], None],
+        has_company: Callable[[], bool],
+        vouches: Callable[[], tuple[PeerId, ...]] = tuple,
+    ) -> None:
+        """`has_company`: whether others take part, who could train what this peer does not. `vouches`: whom its owner
+        would have vote, as of now."""
+        self._vouches = vouches
         self._intent = Intent(joining=True)
         self._may_shrink = True
         self._tell_others = tell
         self._has_company = has_company
         self._has_begun = False
         self.asked_to_pause = False
+        self._said = vouches()
         self._paused = False
         """Asks for no columns: `asked_to_pause`, unless nobody else could train them."""
 
     @property
     def intent(self) -> Intent:
         """Who does not train asks for no columns: others take them over, if there are any."""
-        return replace(self._intent, max_columns=0, claims=()) if self._paused else self._intent
+        said = replace(self._intent, vouches=self._said)
+        return replace(said, max_columns=0, claims=()) if self._paused else said
 
     def want(self, intent: Intent, may_shrink: bool) -> None:
         """What to join with. `may_shrink`: the columns are those that memory was thought to have room for."""
@@ -55,16 +65,17 @@ class Wishes:
         self._intent = replace(self._intent, leaving=True)
         self._tell()
 
-    async def look_for_company(self, pause_seconds: float) -> None:
-        """Others may come, and go, while this peer pauses."""
+    async def look_around(self, pause_seconds: float) -> None:
+        """Others may come, and go, while this peer pauses; and its owner may vouch for somebody."""
         while True:
             self._settle()
             await asyncio.sleep(pause_seconds)
 
     def _settle(self) -> None:
         paused = self.asked_to_pause and (not self._has_begun or self._has_company())
-        if paused != self._paused:
-            self._paused = paused
+        vouches = self._vouches()
+        if (paused, vouches) != (self._paused, self._said):
+            self._paused, self._said = paused, vouches
             self._tell()
 
     def _tell(self) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.config.load import load_config
+from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
+from spes_p2p.swarm.invite import Invite, encode
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import refused
 from tests.cli.test_join import Serve, rounds, serving
@@ -109,3 +111,18 @@ def test_a_file_that_is_no_proof_of_fraud_is_refused(tmp_path: Path) -> None:
     refused(spes_p2p("run", "inspect", "--proof", str(file)), "cannot be read")
     file.write_bytes(b"something else")
     refused(spes_p2p("run", "inspect", "--proof", str(file)), "proves nothing", "not a msgpack value")
+
+
+def test_an_elector_vouches_from_its_own_folder(tmp_path: Path) -> None:
+    """Without the network: its peer says it as long as it runs."""
+    identity = IdentityFile(tmp_path / "identity.key")
+    own = identity.signer.peer_id
+    identity.release()
+    other = PeerId("QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn")
+    invite = Invite("tiny", b"f" * 16, other, (f"/ip4/203.0.113.7/tcp/31337/p2p/{other}",))
+    (tmp_path / "invite.txt").write_text(encode(invite))
+    refused(spes_p2p("run", "vouch", own, "-f", str(tmp_path)), "holds no run of a peer")
+    (tmp_path / "run").mkdir()
+    refused(spes_p2p("run", "vouch", "somebody", "-f", str(tmp_path)), "'somebody' is not the id of a peer")
+    assert f"this peer vouches for: {other}\n" in spes_p2p("run", "vouch", other, "-f", str(tmp_path)).output
+    assert "this peer vouches for: nobody\n" in spes_p2p("run", "vouch", other, "--undo", "-f", str(tmp_path)).output

@@ -11,6 +11,7 @@ from spes_p2p.consensus.membership import (
     LINK_PRIVATE,
     LINK_PUBLIC,
     MAX_BANNED,
+    MAX_ELECTORS,
     MAX_MEMBERS,
     MAX_VOUCHED,
     Admission,
@@ -153,3 +154,33 @@ def test_who_is_banned_is_no_member_whatever_it_says(admission: Admission) -> No
 def test_a_roll_that_is_not_in_order_is_none(changes: dict[str, Any]) -> None:
     assert ROLL.is_sane()
     assert not replace(ROLL, **changes).is_sane()
+
+
+def voters(current: tuple[Member, ...], chosen: tuple[Member, ...], admission: Admission) -> frozenset[PeerId]:
+    return frozenset(m.peer for m in electors(with_votes(current, chosen, admission)))
+
+
+def test_of_many_who_may_vote_some_are_drawn_for_an_epoch() -> None:
+    names = tuple(PeerId(f"{at:02}") for at in range(MAX_ELECTORS + 20))
+    here = tuple(member(name) for name in names)
+    for vouched, roll in (((), replace(ROLL, vouched=names)), (names, ROLL)):
+        drawn = [
+            frozenset(
+                m.peer for m in electors(with_votes(here, here, Admission(roll, True, vouched=vouched, epoch=at)))
+            )
+            for at in (sha256(b"one"), sha256(b"one"), sha256(b"two"))
+        ]
+        assert [len(some) for some in drawn] == [MAX_ELECTORS] * 3
+        assert drawn[0] == drawn[1] != drawn[2]
+    gone = min(drawn[2])
+    left = tuple(m for m in here if m.peer != gone)
+    still = {
+        m.peer for m in electors(with_votes(here, left, Admission(ROLL, True, vouched=names, epoch=sha256(b"two"))))
+    }
+    assert drawn[2] - {gone} < still, "who stays drawn stays"
+    assert len(electors(with_votes(here, here, Admission(ROLL)))) == len(here), "not where all vote"
+
+
+def test_electors_pardon_nobody_whom_a_manifest_bans() -> None:
+    liar = PeerId("carl")
+    assert Admission(ROLL, True, banned=(liar,), vouched=(liar,)).is_banned(liar)

@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice, Send
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
@@ -440,3 +443,89 @@ def test_a_plan_brings_what_its_roster_follows_from() -> None:
     told = [a.envelope for a in actions if isinstance(a, Send) and a.to == other and a.envelope.plan]
     assert told
     assert {signed.author for signed in told[0].ready} == {entry.peer for entry in plan.value.roster}
+
+
+class VouchedRun:
+    """Electors a to g by the organiser's roll, and strangers in any number, who are members too."""
+
+    ELECTORS = tuple(PeerId(name) for name in "abcdefg")
+    STRANGERS = tuple(PeerId(f"key {at}") for at in range(12))
+
+    def __init__(self) -> None:
+        self.rules = replace(run_rules(columns=2), by_vouch=True, faults=Faults.BYZANTINE)
+        members = [Member(name, 1, True, 0) for name in sorted((*self.ELECTORS, *self.STRANGERS))]
+        roll = Roll(self.rules.fingerprint, 1, self.ELECTORS)
+        self.tip = genesis_manifest(self.rules, NO_HASH, members, {}, roll)
+
+    def says(self, author: PeerId, *vouches: PeerId, **changes: Any) -> Signed[Status]:
+        intent, head = Intent(vouches=tuple(sorted({*vouches}))), manifest_hash(self.tip)
+        status = Status(self.rules.fingerprint, author, 1, 1, 0, head, Work(), intent, Ballots())
+        return FakeSealer(author).seal(replace(status, **changes))
+
+    def child(self, *said: Signed[Status], parent: Manifest | None = None) -> Content:
+        heard = {signed.author for signed in said}
+        quiet = (self.says(name) for name in (*self.ELECTORS, *self.STRANGERS) if name not in heard)
+        statements = Statements((), (), tuple(sorted((*said, *quiet), key=lambda signed: signed.author)))
+        content = content_of(self.rules, parent or self.tip, EMPTY, statements, NO_HASH, None)
+        check_content(self.rules, parent or self.tip, EMPTY, content)
+        check_child(self.rules, parent or self.tip, content.manifest)
+        return content
+
+
+def voters_of(manifest: Manifest) -> set[PeerId]:
+    return {member.peer for member in electors(manifest.members)}
+
+
+FRIEND = VouchedRun.STRANGERS[7]
+
+
+@given(
+    liars=st.sets(st.sampled_from(VouchedRun.ELECTORS), max_size=4),
+    strangers=st.sets(st.sampled_from(VouchedRun.STRANGERS)),
+)
+def test_strangers_and_less_than_two_thirds_of_the_electors_bring_nobody_in(
+    liars: set[PeerId], strangers: set[PeerId]
+) -> None:
+    run = VouchedRun()
+    said = [run.says(name, FRIEND, *run.STRANGERS[:9]) for name in (*liars, *strangers)]
+    content = run.child(*said)
+    assert content.manifest.vouched == ()
+    assert voters_of(content.manifest) == {*run.ELECTORS}
+    forged = replace(content.manifest, vouched=(FRIEND,))
+    forged = replace(forged, members=tuple(replace(m, elector=m.elector or m.peer == FRIEND) for m in forged.members))
+    with pytest.raises(RemoteProtocolError, match=r"(vouched|members) does not follow"):
+        check_content(run.rules, run.tip, EMPTY, replace(content, manifest=forged))
+
+
+def test_two_thirds_of_the_electors_bring_a_peer_in_for_good() -> None:
+    run = VouchedRun()
+    first = run.child(*(run.says(name, FRIEND) for name in run.ELECTORS[:5])).manifest
+    assert first.vouched == (FRIEND,)
+    assert voters_of(first) == {*run.ELECTORS, FRIEND}
+    run.tip = first
+    later = run.child().manifest
+    assert voters_of(later) == {*run.ELECTORS, FRIEND}, "also when they say it no more"
+    with pytest.raises(RemoteProtocolError, match="for whom electors vouch does not follow"):
+        check_child(run.rules, first, replace(later, vouched=()))
+
+
+def test_who_was_brought_in_counts_among_those_whose_two_thirds_it_takes() -> None:
+    """And so do all who are silent: a third cannot wait until others are away."""
+    run = VouchedRun()
+    run.tip = run.child(*(run.says(name, FRIEND) for name in run.ELECTORS[:5])).manifest
+    other = run.STRANGERS[8]
+    assert run.child(*(run.says(name, other) for name in run.ELECTORS[:5])).manifest.vouched == (FRIEND,)
+    assert other in run.child(*(run.says(name, other) for name in (*run.ELECTORS[:5], FRIEND))).manifest.vouched
+
+
+@pytest.mark.parametrize("changes", [{"head": sha256(b"older")}, {"incarnation": 2}], ids=str)
+def test_what_an_elector_said_before_does_not_count(changes: dict[str, Any]) -> None:
+    run = VouchedRun()
+    old = run.says(run.ELECTORS[4], FRIEND, **changes)
+    assert run.child(*(run.says(name, FRIEND) for name in run.ELECTORS[:4]), old).manifest.vouched == ()
+
+
+def test_where_all_vote_nobody_needs_to_be_vouched_for() -> None:
+    run = VouchedRun()
+    run.rules = replace(run.rules, by_vouch=False)
+    assert run.child(*(run.says(name, FRIEND) for name in run.ELECTORS)).manifest.vouched == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, PauseTriggers, Schedule
+from spes_p2p.peer.vouching import change_vouches, vouches_in
 from spes_p2p.peer.wishes import Wishes
 
 NIGHT = Schedule.parse("22:00-08:00")
@@ -102,7 +105,7 @@ def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
     told.clear()
 
     async def play() -> None:
-        beats = asyncio.get_running_loop().create_task(wishes.look_for_company(0.001))
+        beats = asyncio.get_running_loop().create_task(wishes.look_around(0.001))
         wishes.pause(True)
         await asyncio.sleep(0.01)
         assert not told  # nobody else could train them
@@ -138,3 +141,27 @@ def test_columns_that_somebody_has_set_stay() -> None:
         assert wishes.limit_columns(3) is may_shrink
     assert not wishes.limit_columns(3)
     assert [wish.max_columns for wish in told] == [0, 3]
+
+
+def test_for_whom_a_peer_vouches_it_says_as_soon_as_its_owner_does(tmp_path: Path) -> None:
+    told: list[Intent] = []
+    with pytest.raises(ConfigError, match="holds no run of a peer"):
+        change_vouches(tmp_path, [PeerId("b")], undo=False)
+    (tmp_path / "run").mkdir()
+    wishes = Wishes(told.append, lambda: True, lambda: vouches_in(tmp_path))
+    wishes.begin()
+
+    async def play() -> None:
+        beats = asyncio.get_running_loop().create_task(wishes.look_around(0.001))
+        assert change_vouches(tmp_path, [PeerId("c"), PeerId("b")], undo=False) == ("b", "c")
+        while len(told) < 2:
+            await asyncio.sleep(0.001)
+        assert change_vouches(tmp_path, [PeerId("c")], undo=True) == ("b",)
+        while len(told) < 3:
+            await asyncio.sleep(0.001)
+        beats.cancel()
+
+    asyncio.run(asyncio.wait_for(play(), 60.0))
+    assert [wish.vouches for wish in told] == [(), ("b", "c"), ("b",)]
+    with pytest.raises(ConfigError, match="71 peers to vouch for"):
+        change_vouches(tmp_path, [PeerId(f"{at}") for at in range(70)], undo=False)
