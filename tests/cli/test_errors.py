@@ -96,7 +96,7 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
         (("--owned-experts", "two"), ("--owned-experts 'two' is not a list of columns", "0,3-5")),
         (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
         (("data.source=local",), ("data.path is empty", "--data DIR")),
-        (("--config", "tinny"), ("no bundled config named tinny", "small")),
+        (("--config", "tinny"), ("no bundled config named tinny", "did you mean tiny")),
         (("--host-maddrs", "rubbish"), ("rubbish", "--host-maddrs")),
         (("--port", "4001"), ("--port 4001 and --host-maddrs /ip4/", "both say where to listen", "give --port, or")),
     ],
@@ -152,7 +152,7 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: P
 def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> None:
     identity = organiser.folder / "identity.key"
     answer = organiser.join(tmp_path, "--identity-path", str(identity))
-    refused(answer, "another process on this machine is using the identity", "--identity-path")
+    refused(answer, "another process on this machine is using the identity", "--output DIR")
     shutil.copy(identity, tmp_path / "copy.key")
     answer = organiser.join(tmp_path, "--identity-path", str(tmp_path / "copy.key"))
     refused(answer, "another process in this swarm is using the identity", "--identity-path")
