@@ -155,7 +155,7 @@ def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> No
     refused(answer, "another process on this machine is using the identity", "--output DIR")
     shutil.copy(identity, tmp_path / "copy.key")
     answer = organiser.join(tmp_path, "--identity-path", str(tmp_path / "copy.key"))
-    refused(answer, "another process in this swarm is using the identity", "--identity-path")
+    refused(answer, "another process in this swarm is using the identity", "--output DIR")
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path, organiser: Organiser) -> None:

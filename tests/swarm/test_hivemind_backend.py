@@ -515,7 +515,7 @@ def test_an_identity_is_used_once(thread: NetworkThread, tmp_path: Path) -> None
             assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
             with pytest.raises(IdentityInUse, match="on this machine") as caught:
                 await start(first, identity_path=tmp_path / "key")
-            assert "--identity-path" in caught.value.fix
+            assert "--output DIR" in caught.value.fix
             shutil.copy(tmp_path / "key", tmp_path / "copy")  # as on a second machine
             with pytest.raises(IdentityInUse, match="in this swarm"):
                 await start(first, identity_path=tmp_path / "copy")
