@@ -207,6 +207,6 @@ def raise_failures(checks: Iterable[Check], say: Callable[[str], None]) -> None:
     """Passes warnings to `say`, and raises SpesError for the first failed check, with its text and fix."""
     for check in checks:
         if check.level == "failure":
-            raise SpesError(f"{check.name}: {check.text}", check.fix)
+            raise SpesError(f"this machine cannot take part: {check.name}: {check.text}", check.fix)
         if check.level == "warning":
             say(f"warning: {check.name}: {check.text} / fix: {check.fix}")

@@ -36,7 +36,7 @@ def test_a_router_of_zeros_is_warned_of(tmp_path: Path) -> None:
         ((), "neither --checkpoint nor a live run was given"),
         (("--checkpoint", "x", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm"), "both --checkpoint and"),
         (("--checkpoint", "nowhere"), "there is no folder nowhere"),
-        (("--checkpoint", ".", "--max-shard-size", "big"), "--max-shard-size 'big' is not an amount"),
+        (("--checkpoint", ".", "--max-shard-size", "big"), "--max-shard-size 'big' is not a number of bytes"),
         (("--checkpoint", ".", "--tokenizer", "nowhere.json"), "cannot be loaded"),
     ],
 )

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -260,10 +261,10 @@ def test_a_node_that_cannot_take_its_seat_tries_again_or_ends(folder: Path, numb
     async def play(swarm: MemorySwarm) -> None:
         trouble = [OSError(number, os.strerror(number))]
 
-        def make(directory: Path, layout: Layout) -> Inputs:
+        def make(directory: Path, layout: Layout, *rest: Any) -> Inputs:
             if trouble and ORGANISER in directory.parts:
                 raise trouble[-1]
-            return Inputs(directory, layout)
+            return Inputs(directory, layout, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("spes_p2p.sync.composition.Inputs", make)
