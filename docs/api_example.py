@@ -9,6 +9,7 @@ import spes_p2p
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.observe.events import Round
+from spes_p2p.observe.text import line
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else mkdtemp(prefix="spes-p2p-example-"))
 files = build_stdlib_corpus(folder / "corpus", max_bytes=400_000)
@@ -30,7 +31,7 @@ print("fingerprint of the config:", run.fingerprint[:16])
 loopback = ("/ip4/127.0.0.1/tcp/0",)
 with run.bootstrap(folder / "bootstrap", folder / "tokens", loopback) as address:
     peer = spes_p2p.Peer(address, folder / "peer", loopback, data=folder / "tokens", until_round=2, device="cpu")
-    peer.train(lambda event: print(event) if isinstance(event, Round) else None)
+    peer.train(lambda event: print(line(event)) if isinstance(event, Round) else None)
     report = spes_p2p.Swarm(address).status()
     print(f"run {report.run_id}: round {report.round}, step {report.step}, model {report.model_hash[:10]}")
 

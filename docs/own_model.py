@@ -17,6 +17,7 @@ import spes_p2p
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.observe.events import Eval, Round
+from spes_p2p.observe.text import line
 
 EXPERTS = 4
 WIDTH = 32
@@ -72,7 +73,7 @@ def make_tokens(folder: Path) -> Path:
 def train(folder: Path, address: str, tokens: Path | None = None) -> None:
     """Without `tokens` they come from the swarm."""
     peer = spes_p2p.Peer(address, folder / "peer", HOST, data=tokens, until_round=2, device="cpu", model=MODEL)
-    peer.train(lambda event: print(event, flush=True) if isinstance(event, (Round, Eval)) else None)
+    peer.train(lambda event: print(line(event), flush=True) if isinstance(event, (Round, Eval)) else None)
     module = peer.load()  # an ordinary torch module again
     print("trained:", sum(parameter.numel() for parameter in module.parameters()), "values", flush=True)
 

@@ -57,6 +57,8 @@ PERIODS = 5
 """With two periods, so many times as often are shared weights averaged as a column is handed out."""
 NOTES = "## What it says"
 """From here on the page is not ours."""
+SHORT = ("<!-- In short, by hand: kept as it is. -->", "<!-- The end of what is by hand. -->")
+"""What stands between these is not ours either: what the tables below say, for people in a hurry."""
 POINTS = 16
 """Of a curve, about: where the held-out loss is measured."""
 
@@ -449,6 +451,15 @@ def page(arguments: argparse.Namespace, found: Sequence[Outcome], images: Sequen
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def with_what_is_kept(new: str, before: str) -> str:
+    """The new page with what people have written on the old one: a few sentences below its title, notes at its end."""
+    begin, end = SHORT
+    if begin in before and end in before:
+        title, rest = new.split("\n\n", 1)
+        new = f"{title}\n\n{begin}{before.split(begin, 1)[1].split(end, 1)[0]}{end}\n\n{rest}"
+    return new + (f"\n{NOTES}{before.split(NOTES, 1)[1]}" if NOTES in before else "")
+
+
 def _line(arm: str, known: dict[str, int | float]) -> str:
     words = ARMS[arm].format(**known).split()
     return " ".join(word if word in ARMS else f"`{_field(word)}`" for word in words) or "nothing"
@@ -547,8 +558,7 @@ def write(arguments: argparse.Namespace, results: Results, jobs: Sequence[Job]) 
         return
     output = Path(arguments.output)
     before = output.read_text() if output.exists() else ""
-    notes = f"\n{NOTES}{before.split(NOTES, 1)[1]}" if NOTES in before else ""
-    output.write_text(page(arguments, found, plot(found, output.parent, output.stem)) + notes)
+    output.write_text(with_what_is_kept(page(arguments, found, plot(found, output.parent, output.stem)), before))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ STEPS = (
     Step("anna", f"{PROGRAM} tokenize text.txt --output shards", "installs, then makes token shards", installs=True),
     Step(
         "anna",
-        f"{PROGRAM} bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337 swarm.min_peers=2",
+        f"{PROGRAM} bootstrap --config tiny --data shards --port 31337 swarm.min_peers=2",
         "begins the run and prints the invitation, which Anna sends to Ben; goes on running",
         until=r"or, using the address:\s+spes-p2p join \S.*\n",
     ),

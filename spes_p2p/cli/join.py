@@ -42,14 +42,15 @@ def join(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[INVITE] [KEY=VALUE]...",
+            metavar="INVITE|KEY=VALUE",
             help="The organiser's invitation; settings of your own, such as output.tensorboard=true.",
             show_default=False,
         ),
     ] = None,
     initial_peers: OptionalPeers = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder with a copy of the run's token shards (default: fetch them from peers).")
+        str | None,
+        typer.Option(metavar="DIR", help="Folder of the run's token shards (default: fetch data from peers)."),
     ] = None,
     max_data_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk space for data from other peers.", rich_help_panel=LIMITS)
@@ -154,9 +155,12 @@ def join(
 
     Example: spes-p2p join spes1... --output peer
     """
+    from spes_p2p.config.fingerprint import split_overrides
+    from spes_p2p.peer.contacts import first_addresses
     from spes_p2p.peer.options import (
         NetworkOptions,
         PeerOptions,
+        config_path,
         listening,
         meeting,
         parse_columns,
@@ -202,11 +206,17 @@ def join(
         web_data=web_data,
         follow="" if follow is None else checked_prefix(follow, "--follow"),
     )
+    split_overrides(overrides)
+    if config is not None:
+        config_path(config)
+    first_addresses(options)
     if nice:
         # before there are threads and children, which have it then too
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
-    from spes_p2p.cli.watching import Watching  # now: what is wrong with the flags is known at once
-    from spes_p2p.peer.run import run_peer
+    from spes_p2p.cli.watching import Watching
 
     with Watching(log_format) as watching:
+        watching.say("loading PyTorch")  # seconds; what is wrong with the flags was said before
+        from spes_p2p.peer.run import run_peer
+
         run_peer(options, watching.bus, watching.say, watching.show, watching.pause)

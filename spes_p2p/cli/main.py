@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from spes_p2p import __version__
+from spes_p2p.cli.help import PlainCommand, PlainGroup
 from spes_p2p.errors import PermanentError, SpesError, Stopped
 
 COMMANDS: Mapping[str, str] = {
@@ -75,11 +76,11 @@ def main() -> None:
 def build(commands: Mapping[str, str], groups: Mapping[str, tuple[str, Mapping[str, str]]] = GROUPS) -> typer.Typer:
     """The program with these commands (name to "module:function")."""
     # Typer's own pretty tracebacks hide what a bug report needs.
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=PlainGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_program)
     _add(app, commands)
     for name, (words, inner) in groups.items():
-        group = typer.Typer(no_args_is_help=True, help=words)
+        group = typer.Typer(cls=PlainGroup, no_args_is_help=True, help=words, rich_markup_mode=None)
         _add(group, inner)
         app.add_typer(group, name=name, rich_help_panel=_panel_of(name))
     return app
@@ -93,7 +94,7 @@ def _add(app: typer.Typer, commands: Mapping[str, str]) -> None:
     for name, target in commands.items():
         module, _, function = target.partition(":")
         command = getattr(importlib.import_module(module), function)
-        app.command(name, rich_help_panel=_panel_of(name))(_with_known_errors(command))
+        app.command(name, cls=PlainCommand, rich_help_panel=_panel_of(name))(_with_known_errors(command))
 
 
 def _show_warnings() -> None:

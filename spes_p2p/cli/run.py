@@ -14,8 +14,7 @@ import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 from spes_p2p.ids import short
-from spes_p2p.observe.metrics import count_text
-from spes_p2p.observe.text import span_text
+from spes_p2p.observe.metrics import count_text, span_text
 
 if TYPE_CHECKING:
     from spes_p2p.peer.organising import HistoryLine

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import typer
 
+from spes_p2p.observe.metrics import bytes_text
+
 CALLED_AS = "SPES_CALLED_AS"
 """How this program was called, where its own name is not on the PATH: set by scripts/spes-p2p.sh."""
 PLAIN_LINE_SECONDS = 10.0
@@ -76,4 +78,4 @@ class _PlainLines:
         if time.monotonic() - self._last < PLAIN_LINE_SECONDS:
             return
         self._last = time.monotonic()
-        typer.echo(f"{what}: {100 * done // max(1, total)}% of {total / 1e9:.1f} GB", err=True)
+        typer.echo(f"{what}: {100 * done // max(1, total)}% of {bytes_text(total)}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
@@ -14,8 +13,7 @@ import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 from spes_p2p.ids import short
-from spes_p2p.observe.metrics import count_text, seconds_text
-from spes_p2p.observe.text import span_text
+from spes_p2p.observe.metrics import count_text, seconds_text, span_text
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
@@ -50,6 +48,8 @@ def status(
 
 
 async def _read_and_show(network: HivemindNetwork, run: JoinTarget, as_json: bool, watch: bool) -> None:
+    import asyncio
+
     from spes_p2p.errors import NetworkError
     from spes_p2p.sync.report import read_report
 

@@ -12,7 +12,20 @@ from pathlib import Path
 from spes_p2p.dashboard.history import SLOT_SECONDS, History, Load
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import (
+    Columns,
+    Error,
+    Eval,
+    Event,
+    ExpertLoad,
+    Note,
+    Pause,
+    Peer,
+    Round,
+    Step,
+    Tasks,
+    Warning,
+)
 from spes_p2p.observe.metrics import Ema
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
 from spes_p2p.observe.text import line
@@ -73,7 +86,7 @@ class _Fold:
                 self._history.add_held_out(round=event.round, at=time, loss=event.loss, peer=self._name)
             case Peer():
                 self._note(time, event.change, f"{short(event.who)} {event.change} (round {event.round})")
-            case Columns() | Pause() | Tasks() | Warning() | Error():
+            case Columns() | Pause() | Tasks() | Note() | Warning() | Error():
                 kind = "experts" if isinstance(event, Columns) else event.event
                 self._note(time, kind, f"{self._name}: {line(event)}")
 

@@ -154,6 +154,14 @@ class Tasks:
 
 
 @dataclass(frozen=True)
+class Note:
+    """What a person wants to know, and is no problem."""
+
+    event: ClassVar[str] = "note"
+    message: str
+
+
+@dataclass(frozen=True)
 class Warning:  # noqa: A001 (the name of the event)
     """A problem that was solved without help, or that somebody should look at."""
 
@@ -174,9 +182,9 @@ class Error:
         return cls(str(error), error.fix)
 
 
-Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Tasks | Warning | Error
+Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Tasks | Note | Warning | Error
 KINDS: Mapping[str, type[Event]] = {
-    kind.event: kind for kind in (Step, Round, ExpertLoad, Peer, Columns, Pause, Eval, Tasks, Warning, Error)
+    kind.event: kind for kind in (Step, Round, ExpertLoad, Peer, Columns, Pause, Eval, Tasks, Note, Warning, Error)
 }
 
 

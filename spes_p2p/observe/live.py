@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.observe.events import Columns, Eval, Event, Pause, Round, Step
-from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
-from spes_p2p.observe.text import line, span_text
+from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text, span_text
+from spes_p2p.observe.text import line
 from spes_p2p.observe.view import PeerView
 
 TRAINING, WAITING, READY, EXCHANGING, VOTING = "training", "waiting", "ready", "exchanging", "voting"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 class Ema:
@@ -27,6 +28,15 @@ def bytes_text(count: float) -> str:
     return _scaled(count, 1000, (" B", " kB", " MB", " GB", " TB"))
 
 
+def bytes_texts(*counts: float) -> list[str]:
+    """All in the unit of the largest: 20200 and 4.7e6 to "0.02 MB" and "4.7 MB"."""
+    unit = bytes_text(max(counts)).rpartition(" ")[2]
+    size = 1000 ** ("B", "kB", "MB", "GB", "TB").index(unit)
+    if size == 1:
+        return [bytes_text(count) for count in counts]
+    return [f"{count / size:.{1 if count >= 0.1 * size else 2}f} {unit}" for count in counts]
+
+
 def seconds_text(seconds: float) -> str:
     """75 to "1:15", 3700 to "1:01:40", 4.2 to "4.2 s"."""
     if seconds < 60:
@@ -34,6 +44,17 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def span_text(numbers: Sequence[int]) -> str:
+    """Rising numbers in short: (0, 1, 2, 5) to "0-2,5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:

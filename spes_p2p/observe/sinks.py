@@ -8,7 +8,6 @@ TensorBoard and wandb are optional and loaded only when asked for. The live scre
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time as wall_time
@@ -18,7 +17,7 @@ from typing import Any, TextIO
 
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.files import storing
-from spes_p2p.observe.events import Event, Sink, from_json, to_json
+from spes_p2p.observe.events import Event, Note, Sink, from_json, to_json
 from spes_p2p.observe.text import line, scalars
 
 METRICS_FILE = "metrics.jsonl"
@@ -127,7 +126,7 @@ class PlainLines:
 
 
 class JsonStream:
-    """Writes the lines of `metrics.jsonl` to a stream, for log collectors; other text becomes a `note` object."""
+    """Writes the lines of `metrics.jsonl` to a stream, for log collectors; other text becomes a `note`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -137,7 +136,7 @@ class JsonStream:
 
     def say(self, text: str) -> None:
         """A line for people, such as where others can dial this machine. Raises OSError."""
-        self._put(json.dumps({"event": "note", "time": wall_time.time(), "message": text}))
+        self.write(wall_time.time(), Note(text))
 
     def close(self) -> None:
         self._stream.flush()

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Tasks, Warning
-from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
+from spes_p2p.observe.events import (
+    Columns,
+    Error,
+    Eval,
+    Event,
+    ExpertLoad,
+    Note,
+    Pause,
+    Peer,
+    Round,
+    Step,
+    Tasks,
+    Warning,
+)
+from spes_p2p.observe.metrics import bytes_texts, count_text, seconds_text, span_text
 
 
 def line(event: Event) -> str:
@@ -33,30 +44,22 @@ def line(event: Event) -> str:
         case Tasks():
             scores = ", ".join(f"{name} {value:.4f}" for name, value in event.scores.items())
             return f"tasks at step {event.step} (round {event.round}): {scores}"
+        case Note():
+            return event.message
         case Warning():
             return f"warning: {event.message}"
         case Error():
             return f"error: {event.message}" + (f" / fix: {event.fix}" if event.fix else "")
 
 
-def span_text(numbers: Sequence[int]) -> str:
-    """Rising numbers in short: (0, 1, 2, 5) to "0-2,5"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
-
-
 def _round_line(event: Round) -> str:
+    training = event.seconds.get("train", 0.0)
     parts = [
-        f"round {event.round} {event.commit} at step {event.step}: {event.roster_size} peers",
+        f"round {event.round} {event.commit} at step {event.step}: "
+        f"{event.roster_size} {'peer' if event.roster_size == 1 else 'peers'}",
         f"{count_text(event.tokens)} tokens",
-        f"sent {bytes_text(event.bytes_sent)}",
-        f"received {bytes_text(event.bytes_received)}",
-        f"{seconds_text(sum(event.seconds.values()))}",
+        "{} sent, {} received".format(*bytes_texts(event.bytes_sent, event.bytes_received)),
+        f"trained for {seconds_text(training)}, synced in {seconds_text(sum(event.seconds.values()) - training)}",
         f"deadline {seconds_text(event.deadline_seconds)}",
         f"model {event.model_hash[:10]}",
     ]

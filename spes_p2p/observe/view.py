@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spes_p2p.observe.events import Error, Eval, Event, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Error, Eval, Event, Note, Peer, Round, Step, Tasks, Warning
 from spes_p2p.observe.metrics import Ema
 from spes_p2p.observe.text import line
 
@@ -52,7 +52,7 @@ class PeerView:
             case Eval():
                 self.eval_loss = event.loss
                 self.first_eval_loss = event.loss if self.first_eval_loss is None else self.first_eval_loss
-            case Peer() | Tasks() | Warning() | Error():
+            case Peer() | Tasks() | Note() | Warning() | Error():
                 self.messages = (*self.messages, line(event))[-_MESSAGES_KEPT:]
 
     def seconds_to_sync(self) -> float | None:

@@ -10,10 +10,11 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.kept_invite import INVITE_FILE
+from spes_p2p.peer.options import PeerOptions
 from spes_p2p.swarm.invite import ADDRESSES_EACH, Invite, encode, invited_to, is_name, to_be_shown
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.genesis import RunInfo
@@ -39,6 +40,19 @@ def kept_addresses(folder: Path, fingerprint: str | None = None) -> tuple[str, .
         return ()
     wanted = (fingerprint or "").lower()
     return tuple(addresses[:MOST_ADDRESSES]) if name.startswith(wanted) else ()
+
+
+def first_addresses(options: PeerOptions) -> tuple[str, ...]:
+    """Where this peer looks for its run: what was given, then what it knew in an earlier life.
+
+    Raises ConfigError where that is nothing.
+    """
+    before = kept_addresses(options.folder, options.fingerprint)
+    if not (addresses := tuple(dict.fromkeys((*options.network.initial_peers, *before)))):
+        raise ConfigError(
+            "no invitation was given", fix="give the invitation that the organiser printed: spes-p2p join spes1..."
+        )
+    return addresses
 
 
 class Contacts:

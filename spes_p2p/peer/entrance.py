@@ -14,7 +14,7 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.limits import allow_open_files
-from spes_p2p.peer.contacts import Contacts, kept_addresses
+from spes_p2p.peer.contacts import Contacts, first_addresses
 from spes_p2p.peer.folder import RUN, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, Reach
@@ -76,12 +76,7 @@ async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNet
     What of the options can be checked before anybody is asked is checked first. Raises ConfigError, NetworkError.
     """
     split_overrides(options.overrides)
-    before = kept_addresses(options.folder, options.fingerprint)
-    addresses = tuple(dict.fromkeys((*options.network.initial_peers, *before)))
-    if not addresses:
-        raise ConfigError(
-            "no invitation was given", fix="give the invitation that the organiser printed: spes-p2p join spes1..."
-        )
+    addresses = first_addresses(options)
     network = await open_network(replace(options.network, initial_peers=addresses), options.folder / "identity.key")
     if said := reach_text(network):
         say(said)

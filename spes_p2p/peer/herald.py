@@ -12,8 +12,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.ids import PeerId, short
-from spes_p2p.observe.metrics import count_text
-from spes_p2p.observe.text import span_text
+from spes_p2p.observe.metrics import count_text, span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
 from spes_p2p.swarm.invite import to_be_shown
 from spes_p2p.sync.finding import SHOWN_DIGITS

@@ -37,9 +37,14 @@ class Schedule:
             found = _SPAN.fullmatch(part)
             hours = [int(found[1]) * 60 + int(found[2]), int(found[3]) * 60 + int(found[4])] if found else [-1]
             fits = found and max(int(found[2]), int(found[4])) < 60 and max(hours) <= MINUTES
-            if not fits or hours[0] == hours[1]:
+            if not fits:
                 fix = "write it as 22:00-08:00, or 12:00-13:00,22:00-08:00"
                 raise ConfigError(f"--schedule {text!r} is not a list of hours", fix=fix)
+            if hours[0] == hours[1]:
+                raise ConfigError(
+                    f"--schedule {text!r} has hours that end when they begin",
+                    fix="leave --schedule out to train all day, or give another end, as in 22:00-08:00",
+                )
             spans.append((hours[0] % MINUTES, hours[1] % MINUTES))
         return cls(tuple(spans))
 

@@ -30,6 +30,7 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError, StateError, first_line
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash
+from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.state.hashes import hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.staging import Staging
@@ -55,8 +56,13 @@ class RemoteFolder:
     """Files at a URL. Blocking: for threads. Raises NetworkError for whatever the storage refuses."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that nothing here can open."""
+        """Raises ConfigError for a URL that nothing here can open, or keep files at."""
         self.url = url.rstrip("/")
+        if url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--archive {url} cannot be kept: over http nothing can be listed or removed",
+                fix="give storage that can be written, such as s3://bucket/run, or a folder",
+            )
         try:
             self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -189,7 +195,7 @@ class RemoteArchive:
         if kept is None or not chain.has(kept.head, kept.round) or (latest and latest.round >= kept.round):
             return
         size = store.layout.num_values * VALUE_BYTES
-        self._say(f"fetching the state of round {kept.round} from {self._folder.url} ({size / 1e9:.1f} GB)")
+        self._say(f"fetching the state of round {kept.round} from {self._folder.url} ({bytes_text(size)})")
         staging = store.stage(kept.round, None)
         try:
             await self._fill(store, staging, kept)

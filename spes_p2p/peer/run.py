@@ -23,7 +23,7 @@ from spes_p2p.errors import ConfigError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
-from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
+from spes_p2p.observe.events import Error, EventBus, Note, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks, unfailing
@@ -74,6 +74,11 @@ class Running:
 
 
 Show = Callable[[Running], None]
+NEWS = ("vouched", "decay", "ending")
+"""Kinds of notices that are no warning: what the organiser has said."""
+LOST = (
+    "what this machine trained since its last counted round is lost; the same command goes on from the last checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     gate = TrainerBridge(lambda event: _note_commit(event, connection, bus), lambda notice: _note(notice, bus))
     around = Surroundings(bus, say, show, pause or PauseSwitch())
     watch = PauseTriggers(around.pause, options.schedule, options.pause_on_battery)
-    with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
+    with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say, LOST):  # before CUDA is touched
         try:
             with closing(Connection.open(thread, options, gate, say, traffic)) as connection:
                 _run_connected(connection, options, device, outer, around)
@@ -349,4 +354,4 @@ def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:
 
 def _note(notice: Notice, bus: EventBus) -> None:
     who = f"peer {short(notice.peer)}: " if notice.peer else ""
-    bus.emit(Warning(f"{who}{notice.text}"))
+    bus.emit((Note if notice.kind in NEWS else Warning)(f"{who}{notice.text}"))

@@ -29,6 +29,7 @@ SAY_SECONDS = 0.5
 """Longest wait for a last message to be written."""
 INTERRUPTED = 130
 """Exit code after a second signal, as shells have it (128 + SIGINT)."""
+NOTHING_LOST = "nothing is lost"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 before_hard_end: list[Callable[[], object]] = []
@@ -51,8 +52,11 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
 
 
 @contextlib.contextmanager
-def leaving_on_signals(leave: Callable[[], object], say: Callable[[str], None]) -> Iterator[None]:
+def leaving_on_signals(
+    leave: Callable[[], object], say: Callable[[str], None], lost: str = NOTHING_LOST
+) -> Iterator[None]:
     """`leave` and `say` are called in another thread, so that they are even while the main one computes.
+    `lost` says what it costs where the process must be ended before it has left by itself.
 
     No effect off the main thread. Once asked to leave, the process ends in time also after the block.
     """
@@ -62,7 +66,7 @@ def leaving_on_signals(leave: Callable[[], object], say: Callable[[str], None]) 
     read, write = os.pipe()
     os.set_blocking(write, False)
     asked = threading.Event()
-    threading.Thread(target=_watch, args=(read, asked, leave, say), name="signals", daemon=True).start()
+    threading.Thread(target=_watch, args=(read, asked, leave, say, lost), name="signals", daemon=True).start()
     before = {number: signal.signal(number, lambda number, frame: None) for number in _SIGNALS}
     fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # written to when the signal comes
     try:
@@ -75,7 +79,9 @@ def leaving_on_signals(leave: Callable[[], object], say: Callable[[str], None]) 
             os.close(write)
 
 
-def _watch(read: int, asked: threading.Event, leave: Callable[[], object], say: Callable[[str], None]) -> None:
+def _watch(
+    read: int, asked: threading.Event, leave: Callable[[], object], say: Callable[[str], None], lost: str
+) -> None:
     if not _heard(read, None):
         os.close(read)
         return
@@ -84,7 +90,7 @@ def _watch(read: int, asked: threading.Event, leave: Callable[[], object], say: 
     _try_to_say(say, "leaving (press Ctrl-C again to exit at once)")
     if _heard(read, EXIT_SECONDS):
         _end(INTERRUPTED)
-    _try_to_say(say, "work in progress did not end in time: exiting without it")
+    _try_to_say(say, f"ended after {EXIT_SECONDS:g} s, without having left by itself: {lost}")
     _end(0)
 
 

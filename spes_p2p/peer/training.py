@@ -15,7 +15,7 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH
-from spes_p2p.observe.events import Event, Step, Warning
+from spes_p2p.observe.events import Event, Note, Step, Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
@@ -115,7 +115,7 @@ class TrainingLoop:
         """Training time of the round so far."""
         self._lead_seconds = 0.0
         self._reported = 0.0
-        self._explained = ""
+        self._explained: Note | Warning | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -146,17 +146,17 @@ class TrainingLoop:
 
     def _explain_waiting(self) -> None:
         """Tells the user once why this peer, which is not a member yet, is waiting."""
-        text = "this peer will train as soon as a round names it as a member"
+        why: Note | Warning = Note("this peer will train as soon as a round names it as a member")
         if (lost := self.connection.lost_round()) is not None:
-            text = (
+            why = Warning(
                 f"no answering node has the state of round {lost}, the newest: it is lost unless a former peer comes "
                 "back; a bootstrap node with --archive DIR continues from the state that it keeps"
             )
         elif not self.connection.others():
-            text = "no member of the run answers: the run is on hold until one comes back"
-        if text != self._explained and not self.gate.stopping:
-            self._explained = text
-            self.emit(Warning(text))
+            why = Warning("no member of the run answers: the run is on hold until one comes back")
+        if why != self._explained and not self.gate.stopping:
+            self._explained = why
+            self.emit(why)
 
     # ---------------------------------------------------------------- training
 

@@ -18,7 +18,7 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.planning.memory import Workload
 from spes_p2p.planning.report import Question, usable
 from spes_p2p.planning.search import search
-from spes_p2p.planning.traffic import sync_costs
+from spes_p2p.planning.traffic import round_tokens, sync_costs
 
 MOST_WAITING = 0.1
 """Share of the time that training may wait for syncs."""
@@ -26,6 +26,8 @@ GUEST_RANK = 16
 COLUMN_ROUNDS = (2, 5, 10)
 MOST_STEPS = 500
 """Inner steps between two syncs: DiLoCo (arXiv 2311.08105) goes that far."""
+TOY_SECONDS = 0.1
+"""A round in which a machine trains less than this is of a toy, which no setting makes fit for slow links."""
 TUNE_FIX = "give --uplink 20Mbit --downlink 100Mbit, and --gpu RTX4090 or --tokens-per-second N"
 OWNERS = 2
 """Of a column: it goes on where one of them leaves."""
@@ -187,6 +189,13 @@ def too_slow(question: Question, fixed: Collection[str] = ()) -> str:
     found = tune(question, fixed, owners=False)
     if found is None or found.before <= MOST_WAITING:
         return ""
+    assert question.tokens_per_second is not None
+    training = round_tokens(question.config) / question.tokens_per_second
+    if training < TOY_SECONDS:
+        return (
+            f"A model for trying things out: a round of it is less than {TOY_SECONDS:g} s of training on such a GPU, "
+            "so nearly all of the time goes into syncing. It runs all the same, as fast as the links."
+        )
     slow = f"Too slow: {found.before:.0%} of the time goes into syncing."
     mended = f"With {' '.join(found.overrides)} it is {found.after:.0%} (why: --tune)." if found.steps else ""
     rest = "" if found.is_enough else "Faster links help, and more tokens a step (optimizer.batch_sequences)."

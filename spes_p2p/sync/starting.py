@@ -20,6 +20,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.holders import first_good
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
+from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.catch_up import InThread, commits_from
@@ -41,8 +42,8 @@ async def fetch_start(
 
     Asks again until somebody gives it, as one waits for genesis. Raises StorageFull.
     """
-    gigabytes = store.layout.num_values * VALUE_BYTES / 1e9
-    say(f"fetching the state that the run starts from ({gigabytes:.1f} GB)")
+    size = bytes_text(store.layout.num_values * VALUE_BYTES)
+    say(f"fetching the state that the run starts from ({size})")
     while True:
         holders = tuple(await sources())
         with contextlib.suppress(NetworkError):

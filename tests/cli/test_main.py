@@ -140,3 +140,24 @@ def test_the_help_fits_80_columns(names: tuple[str, ...]) -> None:
 
 def test_every_command_has_a_panel() -> None:
     assert sorted(name for names in PANELS.values() for name in names) == sorted((*COMMANDS, *GROUPS))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no invitation was given"),
+        (("--initial-peers", "/dns4/a/tcp/1", "output.tensorbord=true"), "unknown key output.tensorbord"),
+        (("--initial-peers", "/dns4/a/tcp/1", "--config", "tinny"), "no bundled config named tinny"),
+    ],
+)
+def test_what_is_wrong_with_the_words_of_join_is_said_before_torch_is_loaded(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    code = (
+        "import sys; from spes_p2p.cli.main import COMMANDS, build; "
+        f"answer = build({{'join': COMMANDS['join'], 'status': COMMANDS['status']}})({['join', *words]}, "
+        "standalone_mode=False); print('loaded:', answer, sorted({'torch', 'hivemind'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert said in result.stderr
+    assert result.stdout.endswith("loaded: 1 []\n"), result.stdout + result.stderr

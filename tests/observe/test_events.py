@@ -14,6 +14,7 @@ from spes_p2p.observe.events import (
     Event,
     EventBus,
     ExpertLoad,
+    Note,
     Peer,
     Round,
     Step,
@@ -43,6 +44,7 @@ EVENTS: list[Event] = [
     ROUND,
     Peer("joined", "12D3KooWx", 4),
     Eval(2, 40, 1.25, 4096),
+    Note("the organiser vouches for this peer: it votes"),
     Warning("a sink is slow"),
     Error.of(ConfigError("x is 3", fix="make it 2")),
 ]

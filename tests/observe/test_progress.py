@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from spes_p2p.observe.events import Eval, Peer, Step
-from spes_p2p.observe.metrics import Ema, bytes_text, count_text, seconds_text
+from spes_p2p.observe.metrics import Ema, bytes_text, bytes_texts, count_text, seconds_text
 from spes_p2p.observe.progress import render
 from spes_p2p.observe.view import PeerView
 from tests.observe.test_events import ROUND, STEP
@@ -77,6 +77,8 @@ def test_average_starts_exact_and_follows() -> None:
         (count_text(float("nan")), "nan"),
         (bytes_text(12_345_678), "12.3 MB"),
         (bytes_text(0), "0 B"),
+        (" ".join(bytes_texts(20_200, 4_700_000)), "0.02 MB 4.7 MB"),
+        (" ".join(bytes_texts(0, 999)), "0 B 999 B"),
         (seconds_text(4.2), "4.2 s"),
         (seconds_text(59), "59 s"),
         (seconds_text(75), "1:15"),

@@ -140,7 +140,7 @@ def test_text_of_every_event_is_one_line(event: Event) -> None:
 def test_lines_say_what_matters() -> None:
     assert line(STEP) == "step 3  loss 2.5000  100 tokens/s  lr 1.00e-03  grad norm 0.70"
     assert "stale columns 1, 5" in line(ROUND)
-    assert "sent 10 B" in line(ROUND)
+    assert "10 B sent" in line(ROUND)
     assert "deadline 6.5 s" in line(dataclasses.replace(ROUND, deadline_seconds=6.5))
     assert line(EVENTS[-1]) == "error: x is 3 / fix: make it 2"
 

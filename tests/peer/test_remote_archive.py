@@ -324,3 +324,6 @@ def test_it_lies_in_a_folder_as_well(folder: Path) -> None:
 def test_a_url_that_nothing_here_opens_is_refused() -> None:
     with pytest.raises(ConfigError, match="--archive nonsense://bucket cannot be opened"):
         RemoteFolder("nonsense://bucket")
+    with pytest.raises(ConfigError, match=r"--archive https://example\.org/run cannot be kept: over http") as caught:
+        RemoteFolder("https://example.org/run")
+    assert "s3://" in caught.value.fix

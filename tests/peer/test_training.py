@@ -24,7 +24,7 @@ from spes_p2p.data.loader import AnyDataset, LeasedLoader, held_out_batches, nee
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.observe.events import Eval, Event, ExpertLoad, Step, Warning
+from spes_p2p.observe.events import Eval, Event, ExpertLoad, Note, Step, Warning
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
@@ -89,6 +89,7 @@ class Story:
         self.lost_round: int | None = None
         self.limits: list[int] = []
         self.said: list[str] = []
+        self.notes: list[str] = []
         self.loads: list[tuple[int, int, int]] = []
         """Round and tokens of each, and how often READY was said before it."""
         self.evaluated: list[int] = []
@@ -145,6 +146,8 @@ class Story:
     def _emit(self, event: Event) -> None:
         if isinstance(event, Warning):
             self.said.append(event.message)
+        if isinstance(event, Note):
+            self.notes.append(event.message)
         if isinstance(event, ExpertLoad):
             self.loads.append((event.round, event.tokens, len(self.ready)))
         if isinstance(event, Eval):
@@ -710,6 +713,10 @@ def test_what_both_histories_counted_counts_once(tmp_path: Path) -> None:
 def test_who_waits_is_told_for_what(story: Story) -> None:
     story.loop._explain_waiting()
     assert "is on hold until one comes back" in story.said[-1]
+    story.others = [A]
+    story.loop._explain_waiting()
+    story.loop._explain_waiting()
+    assert story.notes == ["this peer will train as soon as a round names it as a member"]
     story.lost_round = 7
     story.loop._explain_waiting()
     story.loop._explain_waiting()

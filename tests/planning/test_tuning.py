@@ -73,8 +73,14 @@ def test_links_that_are_too_slow_are_said_with_what_mends_it() -> None:
     words = too_slow(question("small"))
     assert words.startswith("Too slow: 95% of the time goes into syncing. With sync.codec=int8")
     assert "experts_per_peer" not in words
-    hopeless = too_slow(question("tiny", "H100", link=Link(MBIT, MBIT)))
+    hopeless = too_slow(question("small", "H100", link=Link(MBIT, MBIT)))
     assert hopeless.endswith("Faster links help, and more tokens a step (optimizer.batch_sequences).")
+
+
+def test_a_toy_is_called_one_instead_of_too_slow() -> None:
+    words = too_slow(question("tiny", "RTX4090"))
+    assert words.startswith("A model for trying things out: a round of it is less than 0.1 s of training")
+    assert "Too slow" not in words
 
 
 def test_without_links_or_speed_nothing_can_be_said() -> None:

@@ -121,7 +121,8 @@ def test_the_comparison_writes_a_table_of_all_arms_and_does_not_run_them_again(
 ) -> None:
     page, points = tmp_path / "results.md", tmp_path / "points.json"
     files = ["--data", data, "--output", page, "--json", points, "--jobs", 1]
-    arms = list(compare(*files, "--seeds", 0)["ARMS"])
+    script = compare(*files, "--seeds", 0)
+    arms, (begin, end) = list(script["ARMS"]), script["SHORT"]
     text = page.read_text()
     for arm in arms:
         assert f"| {arm} | " in text
@@ -130,8 +131,10 @@ def test_the_comparison_writes_a_table_of_all_arms_and_does_not_run_them_again(
     assert found["centralized"]["trained_bytes"] > found["spes"]["trained_bytes"]
     assert found["diloco"]["bytes_sent"] > found["spes"]["bytes_sent"] > 0
     capsys.readouterr()
-    page.write_text(f"{text}\n## What it says\n\nDiLoCo sends more.\n")
+    short = f"# Results\n\n{begin}\n\nSPES sends less.\n\n{end}\n\n"
+    page.write_text(f"{text.replace('# Results', short.rstrip(), 1)}\n## What it says\n\nDiLoCo sends more.\n")
     compare(*files, "--arms", "spes", "diloco", "--seeds", 0, 1)
+    assert page.read_text().startswith(f"{short}<!-- Written by")
     assert page.read_text().endswith("\n## What it says\n\nDiLoCo sends more.\n")
     assert page.read_text().count("# Results") == 1
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
