@@ -22,7 +22,7 @@ from tests.consensus import planted
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("schedules", [500, pytest.param(5000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("schedules", [250, pytest.param(5000, marks=pytest.mark.thorough)])
 def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
     schedules: int, record_property: Callable[[str, object], None]
 ) -> None:
