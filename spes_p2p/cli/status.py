@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -40,6 +42,8 @@ def status(
     from spes_p2p.peer.visiting import visit
 
     run = met(invitation, initial_peers, run_id, fingerprint)
+    # while the network opens, which mostly waits
+    threading.Thread(target=importlib.import_module, args=("spes_p2p.sync.report",), daemon=True).start()
     try:
         visit(run, lambda network: _read_and_show(network, run, as_json, watch))
     except Stopped:

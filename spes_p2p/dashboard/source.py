@@ -21,8 +21,8 @@ from spes_p2p.exchange.requests import MAX_COMMITS_AT_ONCE
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.swarm.ports import Network
 from spes_p2p.sync.announced import ANSWER_SECONDS, fetch_commits
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo, check_genesis
-from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.report import RunReport, read_run
 from spes_p2p.sync.sealing import EnvelopeChecker
 

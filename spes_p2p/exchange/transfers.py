@@ -18,7 +18,7 @@ from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtoco
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.holders import first_good
 from spes_p2p.exchange.moments import MomentsHead
-from spes_p2p.exchange.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
+from spes_p2p.exchange.patience import NeverEnding, Patience, fetch_within
 from spes_p2p.exchange.rates import Place, Rates, Turns
 from spes_p2p.exchange.requests import (
     ChainPart,
@@ -27,7 +27,6 @@ from spes_p2p.exchange.requests import (
     MomentsRequest,
     MomentsTaken,
     Request,
-    RunRequest,
     TilesRequest,
     ValuesRequest,
     WiresRequest,
@@ -331,15 +330,6 @@ class Transfers:
     def _at_once(self, tile_bytes: int) -> int:
         """How many tiles of this size to ask for at once: who has them copies them together."""
         return max(1, min(TILES_A_FETCH, requests.MAX_JOINED_BYTES // tile_bytes))
-
-
-async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
-    """The packed RunInfo that a peer serves; unchecked."""
-    request = pack_request(RunRequest())
-    _, data = await fetch_within(
-        transport, peer, request, timeout_seconds, 2**20, lambda: LONGEST_STALLS * timeout_seconds
-    )
-    return bytes(data)
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -23,14 +23,13 @@ from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, hel
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
-from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
-from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.folder import claim_folder, make_folder, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
 from spes_p2p.peer.mirror import Mirror, kept_run
+from spes_p2p.peer.network import open_network
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
 from spes_p2p.peer.remote_archive import RemoteArchive, RemoteFolder
@@ -83,7 +82,7 @@ class BootstrapOptions:
     mirror: JoinTarget | None = None
     max_data_disk: int = DEFAULT_MAX_DATA_DISK
     metrics_port: int | None = None
-    metrics_host: str = LOCALHOST
+    metrics_host: str = "127.0.0.1"
 
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:

@@ -32,19 +32,18 @@ from spes_p2p.peer.checks import (
     speed_check,
 )
 from spes_p2p.peer.devices import choose_cards
-from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
 from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.machine import find_disk, find_machine
+from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import JoinTarget, PeerOptions
 from spes_p2p.peer.web_data import absent_on_web
 from spes_p2p.planning.budget import Device
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, signer_of
 from spes_p2p.swarm.records import RunGroup, parse_all, parse_peer, peers_key
-from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.web_sources import SourceKeeper
 

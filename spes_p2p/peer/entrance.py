@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
@@ -13,16 +12,14 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
-from spes_p2p.limits import allow_open_files
 from spes_p2p.peer.contacts import Contacts, first_addresses
 from spes_p2p.peer.folder import RUN, claim_folder
-from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
+from spes_p2p.peer.network import open_network
+from spes_p2p.peer.options import PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, Reach
 from spes_p2p.swarm.ports import Network
-from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.organiser_words import Words, read_words, together
 from spes_p2p.sync.passes import read_pass
@@ -43,19 +40,6 @@ class FoundRun:
     publishers: tuple[PeerId, ...]
     round: int
     contacts: Contacts
-
-
-async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwork:
-    """Joins the DHT. Raises NetworkError, IdentityInUse or ClockSkewed, each with the fix."""
-    allow_open_files()
-    return await HivemindNetwork.start(
-        options.initial_peers,
-        options.identity_path or identity,
-        options.host_maddrs,
-        options.announce_maddrs,
-        options.client_mode,
-        StreamLimits(upload_bytes_per_second=options.max_upload, download_bytes_per_second=options.max_download),
-    )
 
 
 def reach_text(network: HivemindNetwork) -> str:

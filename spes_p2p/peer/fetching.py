@@ -30,9 +30,9 @@ from spes_p2p.swarm.records import HeadRecord, heads_key, newest_heads, parse_al
 from spes_p2p.sync.announced import find_forks
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
-from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.sealing import EnvelopeChecker
 

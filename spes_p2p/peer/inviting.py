@@ -19,7 +19,7 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.invite import decode, encode, invited_to
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
-from spes_p2p.sync.joining import find_and_load
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.passes import make_pass
 from spes_p2p.sync.sealing import KeySealer
 

@@ -35,8 +35,8 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo, check_run
-from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.node import stall_seconds_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_p2p.config.load import bundled_config
 from spes_p2p.data.web_url import WebAccess
 from spes_p2p.errors import ConfigError, PermanentError
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.peer.pausing import Schedule
 from spes_p2p.planning.units import parse_bytes, parse_rate
 from spes_p2p.swarm.invite import Invite, decode, looks_like_invite
@@ -133,7 +131,7 @@ class PeerOptions:
     schedule: Schedule | None = None
     pause_on_battery: bool = False
     metrics_port: int | None = None
-    metrics_host: str = LOCALHOST
+    metrics_host: str = "127.0.0.1"
     web_data: WebAccess = WebAccess.PUBLIC
     follow: str = ""
 
@@ -170,6 +168,8 @@ def parse_limit(text: str | None, flag: str) -> float | None:
 
 def config_path(given: Path) -> Path:
     """The file, or the config of this name that comes with spes-p2p. Raises ConfigError for a name of none."""
+    from spes_p2p.config.load import bundled_config  # takes long to load, and not everybody has a config
+
     is_name = given.suffix == "" and len(given.parts) == 1 and not given.exists()
     return bundled_config(str(given)) if is_name else given
 

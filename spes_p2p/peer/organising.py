@@ -25,9 +25,9 @@ from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork, Side
-from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.organiser_words import (
     LOOK_SECONDS,
     TTL_SECONDS,

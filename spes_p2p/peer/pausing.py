@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
-
 from spes_p2p.errors import ConfigError
 
 BY_KEY, SCHEDULE, BATTERY = "key", "schedule", "battery"
@@ -136,6 +134,8 @@ def minute_of_day() -> int:
 
 def on_battery() -> bool | None:
     """None: this machine has no battery, or does not tell."""
+    import psutil  # here, since who only looks at a run needs none
+
     battery = psutil.sensors_battery()
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 

@@ -13,7 +13,7 @@ from spes_p2p.peer.options import JoinTarget, meeting
 from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.joining import find_and_load
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.receipts import make_receipt
 
 RECEIPT_FILE = "receipt.spes"

@@ -22,8 +22,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from spes_p2p import wire
 from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
@@ -38,6 +36,8 @@ _RESUME_PAUSE_SECONDS = 0.05
 CHECKSUM_BYTES = 4
 REQUEST, WAIT, REFUSED, BLOB = b"Q", b"W", b"N", b"B"
 FRAME_SLACK = 64
+
+SMALL_BYTES = 2**20
 
 T = TypeVar("T")
 
@@ -223,7 +223,7 @@ class _Download:
         if self._head is None:
             self._head = head
             self._checksum = zlib.crc32(wire.pack(head))
-            self._data = np.empty(head.total_bytes, np.uint8).data  # memory is taken as it is written to
+            self._data = _room(head.total_bytes)
         if head != self._head:
             raise RemoteProtocolError(f"the blob of {self._name} changed while it was being fetched")
         return head
@@ -236,3 +236,12 @@ class _Download:
             raise PeerSilent(
                 f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self._received} bytes"
             ) from error
+
+
+def _room(size: int) -> memoryview:
+    """Memory for a blob; of a large one it is taken only as it is written to, since a liar may promise much."""
+    if size <= SMALL_BYTES:
+        return memoryview(bytearray(size))
+    import numpy as np  # here, since who only looks at a run fetches little
+
+    return np.empty(size, np.uint8).data

@@ -1,15 +1,21 @@
-"""Which run is meant: from what the DHT announces, a name and perhaps a fingerprint to one run.
+"""Which run is meant: from what the DHT announces, a name and perhaps a fingerprint to one run, and to its config.
 
-Anybody may announce a run under any name, so the fingerprint is what tells runs apart. What the run says of itself is
-fetched and checked in `joining`.
+Anybody may announce a run under any name, so the fingerprint is what tells runs apart. Nothing here loads numpy:
+whoever only looks at a run needs no more than this.
 """
 
 from __future__ import annotations
 
+from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
-from spes_p2p.swarm.ports import Directory
+from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within
+from spes_p2p.exchange.requests import RunRequest, pack_request
+from spes_p2p.ids import PeerId, short
+from spes_p2p.swarm.ports import Directory, Network, Transport
 from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
+from spes_p2p.sync.genesis import RunInfo, check_run
+from spes_p2p.wire import unpack
 
 SHOWN_DIGITS = 16
 
@@ -26,6 +32,42 @@ async def find_run(
     group = choose_run(group_runs(records), run_id, fingerprint)
     _check_version(group)
     return group
+
+
+async def find_and_load(
+    network: Network, run_id: str | None, fingerprint: str | None, timeout_seconds: float
+) -> tuple[RunInfo, Config]:
+    """Of the run that is meant (see `find_run`). Raises NetworkError, ConfigError, RemoteProtocolError."""
+    group = await find_run(network.directory, run_id, timeout_seconds, fingerprint)
+    return await load_run(network.transport, group, timeout_seconds)
+
+
+async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float) -> tuple[RunInfo, Config]:
+    """The run's record and config, from the first publisher that serves what the fingerprint stands for."""
+    reasons: list[str] = []
+    for peer, addresses in group.addresses().items():
+        transport.learn(peer, addresses)
+    for peer in group.addresses():
+        try:
+            info = unpack(RunInfo, await fetch_run(transport, peer, timeout_seconds))
+            return info, check_run(info, group.fingerprint)
+        except (NetworkError, RemoteProtocolError) as error:
+            reasons.append(f"{short(peer)}: {error}")
+            if isinstance(error, RemoteProtocolError) and error.fix and len(group.records) == 1:
+                raise
+    raise NetworkError(
+        f"no node could serve the config of run {group.run_id}: {'; '.join(reasons) or 'no address is announced'}",
+        fix="try again in a minute, or ask the organiser whether the run is still alive",
+    )
+
+
+async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
+    """The packed RunInfo that a peer serves; unchecked."""
+    request = pack_request(RunRequest())
+    _, data = await fetch_within(
+        transport, peer, request, timeout_seconds, 2**20, lambda: LONGEST_STALLS * timeout_seconds
+    )
+    return bytes(data)
 
 
 def choose_run(groups: list[RunGroup], run_id: str | None = None, fingerprint: str | None = None) -> RunGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
@@ -13,7 +14,9 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import seconds_text
-from spes_p2p.sync.catch_up import ForkPoint
+
+if TYPE_CHECKING:
+    from spes_p2p.sync.catch_up import ForkPoint
 
 LEAST_DIGITS = 6
 """Of a child's hash, so that no other has them by chance."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Ballots,
@@ -24,54 +23,24 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
-from spes_p2p.exchange.transfers import Transfers, fetch_run
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Network, Transport
-from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.finding import find_run
-from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
+from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.scrub import TileRepairer
 from spes_p2p.sync.starting import Sources, fetch_start
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 
 WITHDRAW_SECONDS = 2.0
 LONG_CHECK_BYTES = 2**30
 """A larger state takes seconds to hash: that is said."""
-
-
-async def find_and_load(
-    network: Network, run_id: str | None, fingerprint: str | None, timeout_seconds: float
-) -> tuple[RunInfo, Config]:
-    """Of the run that is meant (see `find_run`). Raises NetworkError, ConfigError, RemoteProtocolError."""
-    group = await find_run(network.directory, run_id, timeout_seconds, fingerprint)
-    return await load_run(network.transport, group, timeout_seconds)
-
-
-async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float) -> tuple[RunInfo, Config]:
-    """The run's record and config, from the first publisher that serves what the fingerprint stands for."""
-    reasons: list[str] = []
-    for peer, addresses in group.addresses().items():
-        transport.learn(peer, addresses)
-    for peer in group.addresses():
-        try:
-            info = unpack(RunInfo, await fetch_run(transport, peer, timeout_seconds))
-            return info, check_run(info, group.fingerprint)
-        except (NetworkError, RemoteProtocolError) as error:
-            reasons.append(f"{short(peer)}: {error}")
-            if isinstance(error, RemoteProtocolError) and error.fix and len(group.records) == 1:
-                raise
-    raise NetworkError(
-        f"no node could serve the config of run {group.run_id}: {'; '.join(reasons) or 'no address is announced'}",
-        fix="try again in a minute, or ask the organiser whether the run is still alive",
-    )
 
 
 @dataclass

@@ -21,7 +21,6 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
-from spes_p2p.data.mixture import handed_out
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
@@ -40,9 +39,8 @@ from spes_p2p.swarm.records import (
 from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.announced import ANSWER_SECONDS, Accept, find_forks, is_checked, newest_commit, seen_at
-from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.histories import Fork
-from spes_p2p.sync.joining import load_run
 
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
@@ -200,6 +198,10 @@ async def read_run(
 
 
 def _mix(config: Config, commit: Commit) -> tuple[MixedDataset, ...]:
+    if not config.data.datasets:
+        return ()
+    from spes_p2p.data.mixture import handed_out  # loads numpy
+
     given = handed_out(config.data, commit.manifest.leases.cursor)
     return tuple(MixedDataset(name, dataset, given[name]) for name, _, dataset in config.data.datasets)
 

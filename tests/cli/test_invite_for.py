@@ -13,13 +13,13 @@ import pytest
 
 from spes_p2p import __version__
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.entrance import open_network
+from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import NetworkOptions
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from spes_p2p.swarm.invite import decode
 from spes_p2p.swarm.records import PeerRecord, peers_key
-from spes_p2p.sync.joining import find_and_load
+from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.organiser_words import read_words, together
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack

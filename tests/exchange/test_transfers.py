@@ -12,13 +12,14 @@ from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtoco
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.rates import Turns
 from spes_p2p.exchange.requests import ChainPart, ChainRequest, Request, TilesRequest, ValuesRequest, unpack_request
-from spes_p2p.exchange.transfers import TILES_A_FETCH, Transfers, all_of, fetch_run
+from spes_p2p.exchange.transfers import TILES_A_FETCH, Transfers, all_of
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import commits_from
+from spes_p2p.sync.finding import fetch_run
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import A, B, MadeRun

@@ -142,10 +142,10 @@ def test_who_watches_a_daemon_learns_of_its_end() -> None:
     with_two(body)
 
 
-def test_who_only_looks_at_a_run_loads_no_torch_and_the_rest_of_hivemind_is_there_all_the_same() -> None:
+def test_who_only_looks_at_a_run_loads_little_and_the_rest_of_hivemind_is_there_all_the_same() -> None:
     asked = (
         "import sys, spes_p2p.peer.visiting, spes_p2p.sync.report\n"
-        "print(sorted({'torch', 'scipy', 'transformers', 'hivemind.averaging'} & set(sys.modules)))\n"
+        "print(sorted({'torch', 'numpy', 'scipy', 'dns', 'hivemind.averaging'} & set(sys.modules)))\n"
         "import hivemind\n"
         "from hivemind.utils import MPFuture, get_logger\n"
         "print(hivemind.__version__, hivemind.DHT.__module__, MPFuture.__module__, get_logger.__module__)"

@@ -92,7 +92,7 @@ def test_a_node_joins_by_a_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             "_dnsaddr.old.example.org.": [f"dnsaddr=/ip4/127.0.0.1/tcp/1/p2p/{OTHER}"],
         }
         async with serving(texts) as resolver:
-            monkeypatch.setattr(names, "Resolver", lambda: resolver)
+            monkeypatch.setattr("dns.asyncresolver.Resolver", lambda: resolver)
             second = await HivemindNetwork.start(["/dnsaddr/run.example.org"], host_maddrs=here)
             assert [one.peer for one in second.reached] == [first.transport.peer_id]
             with pytest.raises(NetworkError, match="names 1 node that does not answer"):

@@ -16,8 +16,8 @@ from spes_p2p.state.layout import Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.records import RunGroup, RunRecord
 from spes_p2p.sync import joining
+from spes_p2p.sync.finding import load_run
 from spes_p2p.sync.genesis import describe_run
-from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.node import Run
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.chains import MadeRun

@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
 from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey
 
 from spes_p2p.errors import ConfigError, IdentityInUse, StorageFull
 from spes_p2p.files import write_whole
@@ -31,9 +30,7 @@ class IdentityFile:
         self._lock = _lock(path)
         try:
             self.existed = path.exists()
-            if not self.existed:
-                _create(path)
-            self.signer = RsaSigner(_load(path))
+            self.signer = RsaSigner(_load(path) if self.existed else _create(path))
         except BaseException:
             self.release()
             raise
@@ -59,13 +56,18 @@ def in_use(path: Path, where: str) -> IdentityInUse:
     )
 
 
-def _create(path: Path) -> None:
+def _create(path: Path) -> rsa.RSAPrivateKey:
     """Writes a new key that only its owner can read; whole or not at all."""
-    private = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=RSAPrivateKey().to_bytes())
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    encoded = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    private = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=encoded)
     try:
         write_whole(path, private.SerializeToString(), mode=0o600)
     except (OSError, StorageFull) as error:
         raise ConfigError(f"identity {path} cannot be written: {error}", fix="give a path you may write to") from error
+    return key
 
 
 def _load(path: Path) -> rsa.RSAPrivateKey:

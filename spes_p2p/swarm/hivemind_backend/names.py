@@ -6,15 +6,16 @@ So whoever keeps a name can move a run's first nodes, under other identities too
 
 from __future__ import annotations
 
-from dns.asyncresolver import Resolver
-from dns.exception import DNSException
-from dns.rdtypes.ANY.TXT import TXT
+from typing import TYPE_CHECKING
 
 from spes_p2p.swarm.hivemind_backend.dial import LISTING, is_listing, parse_address
 
 LOOKUP_SECONDS = 3.0
 MOST_LISTED = 8
 _ENTRY = "dnsaddr="
+
+if TYPE_CHECKING:
+    from dns.asyncresolver import Resolver
 
 
 async def listed(address: str, resolver: Resolver | None = None) -> tuple[str, ...]:
@@ -23,6 +24,10 @@ async def listed(address: str, resolver: Resolver | None = None) -> tuple[str, .
     `resolver`: the DNS resolver (None: this machine's default). Raises ValueError, with a message that is meant to
     follow the address, if there are none.
     """
+    from dns.asyncresolver import Resolver  # here, since most addresses are no names
+    from dns.exception import DNSException
+    from dns.rdtypes.ANY.TXT import TXT
+
     name, _, rest = address.removeprefix(LISTING).partition("/")
     try:
         answer = await (resolver or Resolver()).resolve(f"_dnsaddr.{name}", "TXT", lifetime=LOOKUP_SECONDS)
