@@ -24,9 +24,8 @@ from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.organiser_words import Words, roll
-from spes_p2p.sync.receipts import MAX_RECEIPT_BYTES, Receipt, Shown, Witness, check_receipt
+from spes_p2p.sync.receipts import MAX_RECEIPT_BYTES, Receipt, Shown, Witness, check_receipt, pack_receipt
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.wire import pack
 
 ACCOUNTS = (10, 1000, 32_768)
 ROSTER = 1000
@@ -50,7 +49,7 @@ def main() -> None:
     )
     print("accounts  next root, roster of 1000  receipt by the organiser  checked in")
     for count in ACCOUNTS:
-        ledger = Ledger(tuple(Account(peer, 9, 10**9, 900) for peer in peers(count)))
+        ledger = Ledger(tuple(Account(peer, 9, 10**9, 900, 3) for peer in peers(count)))
         _ = ledger.root
         roster = tuple(Contribution(peer, 10**6, 100, 1) for peer in peers(min(count, ROSTER)))
         began = time.perf_counter()
@@ -58,7 +57,7 @@ def main() -> None:
         root_ms = 1000 * (time.perf_counter() - began)
         manifest = replace(genesis, round=9, tokens=10**15, ledger=ledger.root)
         said = Witness(info.fingerprint, 9, manifest_hash(manifest))
-        data = pack(receipt(info, manifest, ledger, witnesses=(seal(said, organiser),)))
+        data = pack_receipt(receipt(info, manifest, ledger, witnesses=(seal(said, organiser),)))
         print(f"{count:>8,}  {root_ms:>20.1f} ms  {len(data):>18,} bytes  {checked_ms(data):>7.1f} ms")
     print("\nvouched for  signatures needed  receipt by a certificate (32,768 accounts)")
     for count in VOUCHED:
@@ -68,7 +67,7 @@ def main() -> None:
         needed = (count - 1) // 3 + 1
         seals = tuple(seal(vote, key) for key in keys[:needed])
         certificate = Certificate(vote.parent, QUORUM, 0, vote.value, (), seals)
-        data = pack(replace(receipt(info, manifest, ledger), roll=signed, certificate=certificate))
+        data = pack_receipt(replace(receipt(info, manifest, ledger), roll=signed, certificate=certificate))
         verdict = f"{checked_ms(data):.1f} ms" if len(data) <= MAX_RECEIPT_BYTES else "does not fit"
         print(f"{count:>11}  {needed:>17}  {len(data):>17,} bytes, {verdict}")
 

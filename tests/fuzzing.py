@@ -38,7 +38,7 @@ from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.organiser_words import Words, ending
 from spes_p2p.sync.organiser_words import checked as checked_words
 from spes_p2p.sync.plain import pack_plain, unpack_plain
-from spes_p2p.sync.receipts import Receipt, Shown, Witness, check_receipt
+from spes_p2p.sync.receipts import Receipt, Shown, Witness, check_receipt, compressed, pack_receipt
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import A, MadeRun
@@ -151,12 +151,14 @@ def _chains() -> dict[str, Target]:
     def words(data: bytes) -> None:
         checked_words(data, run.info, _Believing().verify)
 
+    checked = partial(check_receipt, check=_Believing().verify)
     return {
         "the organiser's words": Target(words, [pack(Words()), said]),
         "commits": Target(follow, [child]),
         "genesis": Target(first, [genesis]),
         "chain files": Target(on_disk, [genesis, child], every=10),
-        "receipts": Target(partial(check_receipt, check=_Believing().verify), [pack(_receipt(run))]),
+        "receipts": Target(lambda data: checked(compressed(data)), [pack(_receipt(run))]),
+        "files of receipts": Target(checked, [pack_receipt(_receipt(run))]),
         "recorded states": Target(unpack_plain, [pack_plain([before, LEASES, {"a": 1}])]),
     }
 

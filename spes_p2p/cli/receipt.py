@@ -70,9 +70,12 @@ def receipt_text(receipt: Receipt) -> str:
     info, shown, account = receipt.info, receipt.manifest, receipt.account
     signers = ", ".join("its organiser" if peer == info.organiser else peer for peer in receipt.signers)
     share = 100 * account.tokens / max(1, shown.tokens)
+    audits = account.passed + account.failed + account.withheld
+    found = f"{account.passed:,} passed, {account.failed:,} failed, {account.withheld:,} not shown anything"
+    audited = f"\n  {audits:,} of these rounds audited: {found}" if audits else ""
     return (
         f"run {info.run_id} with fingerprint {info.fingerprint.hex()} has counted of {account.peer}:\n"
         f"  {account.tokens:,} tokens ({share:.1f}% of the run's) and {account.steps:,} steps, in "
-        f"{account.rounds:,} of {shown.round:,} rounds\n  by the ledger of manifest {shown.name.hex()[:16]}, "
+        f"{account.rounds:,} of {shown.round:,} rounds{audited}\n  by the ledger of manifest {shown.name.hex()[:16]}, "
         f"signed by {signers}"
     )

@@ -26,6 +26,6 @@ What to read, in this order:
 - Tendermint, which knows nothing of rounds or tiles: `tendermint`, over what one elector knows (`vote`, `heard_votes`),
   says (`own_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
   `electorate`.
-- Pure functions: `rules` (what a child manifest must be), `certificate`, `membership`, `slices`, `fragments`,
-  `forks`, `bounds`. Measured time: `timing`, `liveness`.
+- Pure functions: `rules` (what a child manifest must be), `child_checks`, `certificate`, `membership`, `standing`,
+  `probation`, `slices`, `fragments`, `forks`, `bounds`. Measured time: `timing`, `liveness`.
 """

@@ -119,7 +119,9 @@ class Following:
                     max(trained, self._state.round.work.seconds)
                 )  # some of it may have been made ahead
             self._own.commit = commit
-            self._state.ledger = self._state.ledger.after(commit.manifest.roster) if ledger is None else ledger
+            manifest = commit.manifest
+            counted = self._state.ledger.after(manifest.roster, manifest.audited) if ledger is None else ledger
+            self._state.ledger = counted
             self._lifecycle.enter(commit.manifest, now)
 
     def switched(self, commit: Commit, ledger: Ledger, incarnation: int, now: float) -> None:

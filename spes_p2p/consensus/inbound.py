@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.child_checks import check_child, check_newcomers
 from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
@@ -29,10 +30,6 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.plan_rules import check_plan
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
-from spes_p2p.consensus.rules import (
-    check_child,
-    check_newcomers,
-)
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.state import (
     MOST_PLANS,
@@ -223,7 +220,7 @@ class Inbound:
         if name not in self._proposals.lacks():
             return False
         try:
-            check_child(self._rules, current.tip, content.manifest)
+            check_child(self._rules, current.tip, self._state.ledger, content.manifest)
             check_newcomers(self._rules, current.tip, content.manifest)
         except RemoteProtocolError as error:
             current.refused.add(name)
@@ -281,7 +278,7 @@ class Inbound:
                 self._state.identity.check_signature,
                 self._rules.seals,
             )
-            check_child(self._rules, current.tip, manifest)
+            check_child(self._rules, current.tip, self._state.ledger, manifest)
         except RemoteProtocolError as error:
             self._state.notify("refused", str(error), sender)
             return True

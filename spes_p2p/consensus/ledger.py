@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from spes_p2p.consensus.manifest import Contribution, Manifest
+from spes_p2p.consensus.manifest import Audited, Contribution, Manifest
+from spes_p2p.consensus.membership import FAILED, PASSED, WITHHELD
 from spes_p2p.data.merkle import EMPTY_ROOT, HASH_BYTES, leaf_hash, parents, proof_length, root_by, siblings
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
@@ -24,12 +25,18 @@ MAX_ACCOUNTS = 2**15
 
 @dataclass(frozen=True, order=True)
 class Account:
-    """What was counted of one peer: in how many rounds, tokens, and inner steps."""
+    """What was counted of one peer: in how many rounds, tokens, and inner steps; and what audits of it have found.
+
+    `withheld`: audits to which it showed nothing.
+    """
 
     peer: PeerId
     rounds: int = 0
     tokens: int = 0
     steps: int = 0
+    passed: int = 0
+    failed: int = 0
+    withheld: int = 0
 
     def plus(self, entry: Contribution, sign: int) -> Account:
         return replace(
@@ -37,6 +44,14 @@ class Account:
             rounds=self.rounds + sign,
             tokens=self.tokens + sign * entry.tokens,
             steps=self.steps + sign * entry.steps,
+        )
+
+    def audited(self, finding: str, sign: int) -> Account:
+        return replace(
+            self,
+            passed=self.passed + sign * (finding == PASSED),
+            failed=self.failed + sign * (finding == FAILED),
+            withheld=self.withheld + sign * (finding == WITHHELD),
         )
 
     @cached_property
@@ -59,17 +74,19 @@ class Ledger:
 
     accounts: tuple[Account, ...] = ()
 
-    def after(self, roster: Sequence[Contribution]) -> Ledger:
-        """With what one more manifest counts."""
+    def after(self, roster: Sequence[Contribution], audited: Sequence[Audited] = ()) -> Ledger:
+        """With what one more manifest counts, and lists of audits: of work that is counted already."""
         found = {account.peer: account for account in self.accounts}
         for entry in roster:
             if entry.peer in found or len(found) < MAX_ACCOUNTS:
                 found[entry.peer] = found.get(entry.peer, Account(entry.peer)).plus(entry, 1)
+        _note(found, audited, 1)
         return Ledger(tuple(found[peer] for peer in sorted(found)))
 
-    def before(self, roster: Sequence[Contribution]) -> Ledger:
+    def before(self, roster: Sequence[Contribution], audited: Sequence[Audited] = ()) -> Ledger:
         """Without what the newest manifest has counted: the inverse of `after`."""
         found = {account.peer: account for account in self.accounts}
+        _note(found, audited, -1)
         for entry in roster:
             if entry.peer in found:
                 found[entry.peer] = found[entry.peer].plus(entry, -1)
@@ -107,6 +124,12 @@ class Ledger:
         return Proof(at, len(self.accounts), tuple(map(Hash, path)))
 
 
+def _note(accounts: dict[PeerId, Account], audited: Sequence[Audited], sign: int) -> None:
+    for one in audited:
+        if one.peer in accounts:
+            accounts[one.peer] = accounts[one.peer].audited(one.finding, sign)
+
+
 def _root(accounts: int, top: bytes) -> Hash:
     """With the number of accounts: else two places could have one path."""
     return sha256(pack((accounts, top)))
@@ -126,7 +149,7 @@ def check_account(account: Account, proof: Proof, root: Hash) -> None:
 
 def check_ledger(before: Ledger, child: Manifest) -> Ledger:
     """The ledger up to `child`; `before`: its parent's. Raises RemoteProtocolError where `child` names another one."""
-    after = before.after(child.roster)
+    after = before.after(child.roster, child.audited)
     if after.root != child.ledger:
         raise RemoteProtocolError(f"manifest of round {child.round}: its ledger does not follow from its parent's")
     return after

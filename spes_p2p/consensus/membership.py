@@ -8,7 +8,7 @@ measures time; who was heard is told from outside.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
@@ -52,6 +52,8 @@ class Member:
     """False: it reduces, holds and votes, and has neither data nor columns (`bootstrap --serve`)."""
     probation: int = 0
     """Audits of its work that it must pass yet, until that counts in full (see `weights`)."""
+    waited: int = 0
+    """Rounds on probation in which its work was counted, while nothing was found against it (see `standing`)."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,14 @@ class Roll:
 class Admission:
     """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote.
 
-    `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for. `probation`: that of
-    newcomers, where there is somebody who can audit them. `vouched`: by electors. `epoch`: what electors are drawn by
-    where too many may vote.
+    `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for. `vouched`: by electors.
+    `epoch`: what electors are drawn by where too many may vote.
     """
 
     roll: Roll | None = None
     by_vouch: bool = False
     organiser: PeerId = NOBODY
     banned: tuple[PeerId, ...] = ()
-    probation: int = 0
     vouched: tuple[PeerId, ...] = ()
     epoch: Hash = NO_HASH
 
@@ -143,26 +143,6 @@ def able_auditors(members: Iterable[Member]) -> tuple[PeerId, ...]:
     return tuple(member.peer for member in trainers(electors(members)) if member.peer not in waiting)
 
 
-def judged(members: Iterable[Member], findings: Mapping[PeerId, str]) -> tuple[Member, ...]:
-    """Members as they stand after audits, by what these found."""
-    return tuple(replace(m, probation=_probation_after(m.probation, findings.get(m.peer))) for m in members)
-
-
-def _probation_after(probation: int, finding: str | None) -> int:
-    if finding == PASSED:
-        return max(0, probation - 1)
-    if finding == FAILED:
-        return probation + PROBATION
-    if finding == WITHHELD:  # a link may be broken: nobody is banned for it
-        return max(probation, min(probation + 1, PROBATION))
-    return probation
-
-
-def failed_too_often(members: Iterable[Member], findings: Mapping[PeerId, str]) -> frozenset[PeerId]:
-    """Who is banned for what audits have found."""
-    return frozenset(member.peer for member in judged(members, findings) if member.probation > MOST_PROBATION)
-
-
 def rank(parent: Hash, peer: PeerId) -> bytes:
     """hash(parent, peer): orders peers afresh in each round, so that leading is nobody's office."""
     return sha256(parent, peer.encode())
@@ -218,11 +198,8 @@ def with_votes(
 
     A peer that may vote does so next time if it is a member already, in the same incarnation. Where none would be left
     to vote (the last elector leaves and only newcomers stay), all who may do: the electors that go have signed it.
-    Whether it trains stays the same for an incarnation, and how far it is on probation for a peer.
+    Whether it trains stays the same for an incarnation. Nobody is on probation yet (see `standing`).
     """
-    current = tuple(current)
-    standing = {member.peer: member.probation for member in current}
-    newcomers = admission.probation if len(able_auditors(current)) >= FEWEST_AUDITORS else 0
     known = {(member.peer, member.incarnation): member.trains for member in current}
     rows = [
         (member, known.get((member.peer, member.incarnation)), admission.may_vote(member.peer)) for member in chosen
@@ -235,7 +212,8 @@ def with_votes(
             member,
             elector=member.peer in voters,
             trains=member.trains if trains is None else trains,
-            probation=standing.get(member.peer, newcomers),
+            probation=0,
+            waited=0,
         )
         for member, trains, _ in rows
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from spes_p2p.consensus.child_checks import check_roster, check_slices
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import Plan
-from spes_p2p.consensus.rules import RunRules, check_roster, check_slices
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 

@@ -16,12 +16,14 @@ from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
 from spes_p2p.consensus.membership import (
     FAILED,
     FEWEST_AUDITORS,
+    LINK_PUBLIC,
     PASSED,
     WITHHELD,
     able_auditors,
     rank,
 )
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.standing import LONGEST_WAIT
 from spes_p2p.ids import PeerId, sha256
 
 MOST_AUDITORS = 9
@@ -40,15 +42,16 @@ def drawn_work(rules: RunRules, manifest: Manifest) -> tuple[Contribution, ...]:
     """The work counted by `manifest` that is audited, sorted.
 
     So many that auditing takes no more than `audited_work` of the round's training, or of its bytes. Every other place
-    is for somebody on probation, if there is one: newcomers need not wait for long, and cannot take all places.
+    is for somebody on probation, if there is one: newcomers need not wait for long, and cannot take all places. Of
+    these comes first who has waited longest; but after `LONGEST_WAIT` all are alike, so that one of whom auditors can
+    say nothing is not drawn again and again in the place of others.
     """
     if not rules.audited_work or not manifest.roster:
         return ()
-    able, members = able_auditors(manifest.members), {member.peer: member for member in manifest.members}
-    trained = {entry.peer for entry in manifest.roster}
-    left = [entry for entry in manifest.roster if entry.peer in members]
-    auditors = min(MOST_AUDITORS, len(trained & set(able)))
-    if auditors < FEWEST_AUDITORS:
+    members, pool = {member.peer: member for member in manifest.members}, _Pool(manifest)
+    auditors = min(MOST_AUDITORS, len(pool.able))
+    left = [entry for entry in manifest.roster if entry.peer in members and pool.is_enough_for(entry.peer)]
+    if not left:
         return ()
     name = manifest_hash(manifest)
     mark = sha256(name, b"audited work")
@@ -56,13 +59,32 @@ def drawn_work(rules: RunRules, manifest: Manifest) -> tuple[Contribution, ...]:
     left.sort(key=lambda entry: rank(mark, entry.peer))
     found: list[Contribution] = []
     for place in range(int(_affordable(rules, manifest, auditors) + chance)):
-        waiting = [entry for entry in left if members[entry.peer].probation]
         if not left:
             break
+        waiting = [entry for entry in left if members[entry.peer].probation]
         is_for_waiting = bool(waiting) and (place + mark[4]) % 2 == 0
-        found.append(waiting[0] if is_for_waiting else left[0])
+        longest = max(waiting, key=lambda entry: min(members[entry.peer].waited, LONGEST_WAIT), default=left[0])
+        found.append(longest if is_for_waiting else left[0])
         left.remove(found[-1])
-    return tuple(sorted(entry for entry in found if len(auditors_of(manifest, entry.peer)) >= FEWEST_AUDITORS))
+    return tuple(sorted(found))
+
+
+class _Pool:
+    """Who could audit work that `manifest` counts: electors who trained in the same round, and whom they can reach."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        links = {member.peer: member.link_class for member in manifest.members}
+        trained = {entry.peer for entry in manifest.roster}
+        self.able = sorted(trained & set(able_auditors(manifest.members)))
+        self._public = [peer for peer in self.able if links[peer] == LINK_PUBLIC]
+        self._is_public = {peer for peer, link in links.items() if link == LINK_PUBLIC}
+
+    def of(self, peer: PeerId) -> list[PeerId]:
+        """Of two peers one must be reachable from outside."""
+        return [one for one in (self.able if peer in self._is_public else self._public) if one != peer]
+
+    def is_enough_for(self, peer: PeerId) -> bool:
+        return len(self.of(peer)) >= FEWEST_AUDITORS
 
 
 def _affordable(rules: RunRules, manifest: Manifest, auditors: int) -> float:
@@ -75,10 +97,9 @@ def _affordable(rules: RunRules, manifest: Manifest, auditors: int) -> float:
 
 
 def auditors_of(manifest: Manifest, peer: PeerId) -> tuple[PeerId, ...]:
-    """Who audits the work of `peer` that `manifest` counts: electors who trained in the same round, sorted."""
-    trained = {entry.peer for entry in manifest.roster} - {peer}
+    """Who audits the work of `peer` that `manifest` counts, sorted; who could not reach it has no part in that."""
     mark = sha256(manifest_hash(manifest), peer.encode())
-    able = sorted(trained & set(able_auditors(manifest.members)), key=lambda auditor: rank(mark, auditor))
+    able = sorted(_Pool(manifest).of(peer), key=lambda auditor: rank(mark, auditor))
     return tuple(sorted(able[:MOST_AUDITORS]))
 
 

@@ -1,7 +1,8 @@
 """What a child manifest must look like, given its parent: pure derivations, used to build one and to check one.
 
-Leaders call `child_manifest`, electors `check_child`: what can be derived is derived by both in the same code. What
-is the leader's to say (who was heard, which slices came about, which neighbours merge) is checked for sense only.
+Leaders call `child_manifest`, electors `check_child` (`child_checks.py`): what can be derived is derived by both in the
+same code. What is the leader's to say (who was heard, which slices came about, which neighbours merge) is checked for
+sense only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spes_p2p.consensus.electorate import Faults, SealRule
-from spes_p2p.consensus.fragments import due_tiles
-from spes_p2p.consensus.ledger import EMPTY
+from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import (
     WIRE_VERSION,
     Audited,
@@ -24,25 +24,20 @@ from spes_p2p.consensus.manifest import (
     manifest_hash,
 )
 from spes_p2p.consensus.membership import (
-    LINK_CLASSES,
     MAX_MEMBERS,
-    MAX_VOUCHED,
     NOBODY,
-    PROBATION,
     Admission,
     Member,
     Roll,
-    judged,
-    most_new,
     newest_roll,
     trainers,
     weightless,
     with_votes,
 )
 from spes_p2p.consensus.messages import Work
+from spes_p2p.consensus.standing import with_standing
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
-from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
@@ -113,8 +108,18 @@ class RunRules:
     ) -> Admission:
         """Who may take part and vote by this roll in a manifest of `round`; `banned` and `vouched` as it has them."""
         epoch = sha256(self.fingerprint, (round // EPOCH_ROUNDS).to_bytes(8, "big"))
-        probation = PROBATION if self.audited_work else 0
-        return Admission(roll, self.by_vouch, self.organiser, banned, probation, vouched, epoch)
+        return Admission(roll, self.by_vouch, self.organiser, banned, vouched, epoch)
+
+    def with_standing(
+        self,
+        parent: Manifest,
+        ledger: Ledger,
+        members: tuple[Member, ...],
+        roster: Sequence[Contribution] = (),
+        audited: Sequence[Audited] = (),
+    ) -> tuple[Member, ...]:
+        """Members of the child of `parent` as far as they are on probation, which nobody is without audits."""
+        return with_standing(parent, ledger, members, roster, audited) if self.audited_work else members
 
     @property
     def num_columns(self) -> int:
@@ -214,7 +219,7 @@ def child_manifest(
     }
     fitting |= dict.fromkeys(fitting.keys() & waiting, OwnershipRequest(0))
     ownership = assign(parent.ownership, fitting, rules.target_replicas, kept)
-    return _derived(rules, parent, outcome, members, ownership)
+    return derived(rules, parent, outcome, members, ownership)
 
 
 def idle_members(parent: Manifest, roster: Sequence[Contribution], members: Sequence[Member]) -> frozenset[PeerId]:
@@ -240,7 +245,7 @@ def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Col
     return replace(wish, max_columns=min(wish.max_columns, len(left)), releases=releases)
 
 
-def _derived(
+def derived(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], ownership: Ownership
 ) -> Manifest:
     step = next_step(parent.step, outcome.roster, rules.clips, parent.members)
@@ -308,6 +313,7 @@ def genesis_manifest(
 def renewed_manifest(
     rules: RunRules,
     parent: Manifest,
+    ledger: Ledger,
     state_root: Hash,
     members: Sequence[Member],
     wishes: Mapping[PeerId, OwnershipRequest],
@@ -315,130 +321,17 @@ def renewed_manifest(
 ) -> Manifest:
     """The child with which a run goes on where no elector is left: new members, no work, a state that somebody has.
 
-    `state_root` is that of the parent, or of one before it where nobody has the parent's state any more.
+    `ledger`: up to the parent. `state_root` is that of the parent, or of one before it where nobody has the parent's
+    state any more.
     """
     roll = newest_roll(parent.roll, roll)
     admission = rules.admission(roll, parent.banned, parent.vouched, parent.round + 1)
     allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
-    named = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
+    voting = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
+    named = rules.with_standing(parent, ledger, voting)
     theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
     outcome = Outcome(
         (), (), sha256(), state_root, None,
         roll=roll, banned=parent.banned, ledger=parent.ledger, vouched=parent.vouched,
     )  # fmt: skip
     return child_manifest(rules, parent, outcome, named, theirs)
-
-
-def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
-    """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
-    check_roster(rules, parent, child.roster)  # first: the rest is derived from them
-    _check_members(rules, parent, child)
-    decay_steps = 0 if child.decay is None else child.decay.steps
-    outcome = Outcome(  # the ledger follows from more than the parent: see `check_ledger`
-        child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll,
-        child.banned, child.ledger, child.audited, child.vouched,
-    )  # fmt: skip
-    expected = _derived(rules, parent, outcome, child.members, child.ownership)
-    for name in Manifest.__dataclass_fields__:
-        if getattr(child, name) != getattr(expected, name):
-            raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
-    check_slices(rules, parent, child.roster, child.slices)
-    counting = {entry.peer for entry in child.roster} - weightless(parent.members)
-    if rules.exchange and {p for s in child.slices for p in s.contributors} != counting:
-        raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
-    _check_merge(rules, parent, child)
-
-
-def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
-    """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
-    majority has committed, or the organiser renewed, is followed as it is. Who is vouched for does not count.
-    """
-    admission = rules.admission(child.roll, child.banned, child.vouched, child.round)
-    strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
-    new, most = strangers - {member.peer for member in parent.members}, most_new(len(parent.members))
-    if len(new) > most:
-        raise RemoteProtocolError(
-            f"manifest of round {child.round}: {len(new)} new members, but at most {most} are allowed"
-        )
-
-
-def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
-    admission = rules.admission(child.roll, child.banned, child.vouched, child.round)
-    if newest_roll(parent.roll, child.roll) != child.roll or (child.roll is not None and not child.roll.is_sane()):
-        raise RemoteProtocolError(f"manifest of round {child.round}: its roll is older than its parent's, or malformed")
-    names = [member.peer for member in child.members]
-    if any(map(admission.is_banned, names)):
-        raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned")
-    if not set(parent.banned) <= set(child.banned) or [*child.banned] != sorted(set(child.banned)):
-        raise RemoteProtocolError(f"manifest of round {child.round}: whom it bans does not follow from its parent")
-    stay, too_many = set(parent.vouched) - set(child.banned), len(child.vouched) > MAX_VOUCHED
-    if not stay <= set(child.vouched) or [*child.vouched] != sorted({*child.vouched} - {*child.banned}) or too_many:
-        raise RemoteProtocolError(f"manifest of round {child.round}: for whom electors vouch does not follow")
-    if len(names) > MAX_MEMBERS:
-        raise RemoteProtocolError(
-            f"manifest of round {child.round}: {len(names)} members, but at most {MAX_MEMBERS} are allowed"
-        )
-    if not names or names != sorted(set(names)):
-        raise RemoteProtocolError(
-            f"manifest of round {child.round}: there are no members, or they are not sorted, or one is named twice"
-        )
-    if any(member.link_class not in LINK_CLASSES for member in child.members):  # leaders are chosen by it
-        raise RemoteProtocolError(f"manifest of round {child.round}: a member has an unknown link class")
-    trained, audited = {entry.peer for entry in parent.roster}, {found.peer: found.finding for found in child.audited}
-    if [*audited] != sorted(audited) or len(audited) != len(child.audited) or not audited.keys() <= trained:
-        raise RemoteProtocolError(f"manifest of round {child.round}: what it audits is not in its parent's roster")
-    if with_votes(judged(parent.members, audited), child.members, admission) != child.members:
-        raise RemoteProtocolError(
-            f"manifest of round {child.round}: votes or probation do not follow from the parent's members"
-        )
-    owners = {owner for column in child.ownership for owner in column}
-    if len(child.ownership) != len(parent.ownership) or not owners <= {m.peer for m in trainers(child.members)}:
-        raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member that trains")
-
-
-def check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contribution]) -> None:
-    where = f"round {parent.round + 1}"
-    members = {member.peer for member in trainers(parent.members)}
-    names = [entry.peer for entry in roster]
-    if names != sorted(set(names)) or not set(names) <= members:
-        raise RemoteProtocolError(f"{where}: the roster is not a sorted part of the members that train")
-    for entry in roster:
-        if min(entry.tokens, entry.steps) <= 0 or entry.sequences < 0 or capped_tokens(rules, parent, entry) != entry:
-            raise RemoteProtocolError(f"{where}: {entry.peer} claims more than its lease")
-
-
-def check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
-    """Slices are in order, do not overlap, stay in their block, and cover what is due of it wholly or not at all."""
-    where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster} - weightless(parent.members)
-    members = {member.peer for member in parent.members}
-    if slices and not rules.exchange:
-        raise RemoteProtocolError(f"{where}: a run without exchange must not have slices")
-    covered = [0] * len(rules.block_tiles)
-    starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
-    due = list(rules.block_tiles)
-    starts[0], due[0] = due_tiles(rules.block_tiles[0], parent.round + 1, rules.fragments)
-    for piece in slices:
-        if not 0 <= piece.block < len(covered) or not 0 < piece.tiles <= rules.slice_tiles:
-            raise RemoteProtocolError(f"{where}: slice of block {piece.block} is malformed")
-        allowed = peers if piece.block == 0 else peers & set(parent.ownership[piece.block - 1])
-        if piece.first_tile != starts[piece.block] + covered[piece.block] or not set(piece.contributors) <= allowed:
-            raise RemoteProtocolError(f"{where}: slice {piece.key} does not fit the plan")
-        if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
-            raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
-        if piece.reducer not in members:  # it need not contribute: it may help those who cannot be dialled
-            raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a peer that is not a member")
-        covered[piece.block] += piece.tiles
-    if any(have not in (0, tiles) for have, tiles in zip(covered, due, strict=True)):
-        raise RemoteProtocolError(f"{where}: a block is covered in part")
-
-
-def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
-    alpha = merge_alpha_for(rules, parent.step, child.step)
-    if (child.merge.alpha if child.merge else 0.0) != alpha or (child.merge is not None and not alpha):
-        raise RemoteProtocolError(f"manifest of round {child.round}: merge alpha is not {alpha}")
-    for layer in child.merge.neighbours if child.merge else ():
-        bad = len(layer) != rules.num_columns or any(
-            not 0 <= other < rules.num_columns or other == expert for expert, near in enumerate(layer) for other in near
-        )
-        if bad:
-            raise RemoteProtocolError(f"manifest of round {child.round}: merge neighbours are out of range")

@@ -33,8 +33,6 @@ from spes_p2p.consensus.membership import (
     Member,
     Roll,
     electors,
-    failed_too_often,
-    judged,
     next_members,
     rank,
     trainers,
@@ -52,6 +50,7 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.consensus.probation import auditors_of, drawn_work, outcome_of
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
+from spes_p2p.consensus.standing import failed_too_often, findings_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
@@ -96,11 +95,10 @@ def members_after(
     statuses: Iterable[Status],
     needed: Collection[PeerId] = (),
     admission: Admission = EVERYBODY,
-    audited: Collection[Audited] = (),
 ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
     """Who is a member after this round, and what they want: everyone of `statuses` and newcomers, but no leavers.
 
-    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. `audited`: what came of audits.
+    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. Nobody is on probation yet.
     """
     heard: list[Member] = []
     newcomers: list[Member] = []
@@ -126,7 +124,7 @@ def members_after(
         heard += staying  # the last to leave stay named, so that they can come back and go on
         leavers -= {member.peer for member in staying}
     newcomers.sort(key=lambda member: rank(head, member.peer))  # a low peer id is no privilege
-    members = next_members(judged(parent.members, _findings(audited)), heard, newcomers, leavers, admission)
+    members = next_members(parent.members, heard, newcomers, leavers, admission)
     named = {member.peer for member in members}
     return members, {peer: wish for peer, wish in wishes.items() if peer in named}
 
@@ -151,11 +149,12 @@ def content_of(
     banned, proven = banned_after(rules, parent, statements.accusations, audited)
     vouched = vouched_after(rules, parent, statements.statuses, banned)
     admission = rules.admission(roll, banned, vouched, parent.round + 1)
-    members, wishes = members_after(parent, said, needed, admission, audited)
+    voting, wishes = members_after(parent, said, needed, admission)
+    members = rules.with_standing(parent, ledger, voting, roster, audited)
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
-    root = ledger.after(roster).root
+    root = ledger.after(roster, audited).root
     outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root, audited, vouched)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
@@ -195,13 +194,9 @@ def banned_after(
     }
     room = MAX_MANIFEST_BANS - len(parent.banned)
     chosen = list(proven)[:room]
-    failed = sorted(failed_too_often(parent.members, _findings(audited)) - {*parent.banned, *chosen})
+    failed = sorted(failed_too_often(parent.members, findings_of(audited)) - {*parent.banned, *chosen})
     banned = (*parent.banned, *chosen, *failed[: room - len(chosen)])
     return tuple(sorted(banned)), tuple(signed for peer in chosen for signed in proven[peer])
-
-
-def _findings(audited: Iterable[Audited]) -> dict[PeerId, str]:
-    return {found.peer: found.finding for found in audited}
 
 
 def audited_after(

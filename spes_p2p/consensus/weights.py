@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median_low
 
 from spes_p2p.consensus.manifest import Contribution
-from spes_p2p.consensus.membership import HALF, Member, weightless
+from spes_p2p.consensus.membership import Member, weightless
 
 FEWEST = 3
 """Contributors of a slice that can be compared: of two that differ, nobody can say which one lies."""
@@ -28,7 +28,7 @@ def weighed(roster: Sequence[Contribution], capped: bool, members: Iterable[Memb
         return tuple(replace(entry, tokens=0) if entry.peer in waiting else entry for entry in roster)
     most_tokens = MOST_OF_MEDIAN * median_low(entry.tokens for entry in counting)
     most_steps = MOST_OF_MEDIAN * median_low(entry.steps for entry in counting)
-    halved = {member.peer for member in members if member.probation == HALF}
+    halved = {member.peer for member in members if member.probation} - waiting
 
     def tokens(entry: Contribution) -> int:
         if entry.peer in waiting:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
+from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     Commit,
 )
-from spes_p2p.consensus.rules import RunRules, check_child
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import sync, write_whole
@@ -210,7 +211,8 @@ class Chain:
         with self._lock:
             found = self._ledger
             for later in range(self._length - 1, round, -1):
-                found = found.before(self.commit(later).manifest.roster)
+                manifest = self.commit(later).manifest
+                found = found.before(manifest.roster, manifest.audited)
             return found
 
     def received_at(self, round: int) -> float:
@@ -238,7 +240,7 @@ class Chain:
                 self._cut(round)
             self._files.write(commit)
             with self._lock:
-                self._ledger = self._ledger.after(commit.manifest.roster)
+                self._ledger = self._ledger.after(commit.manifest.roster, commit.manifest.audited)
                 self._end_with(round + 1, commit)
             if not (round + 1) % LEDGER_ROUNDS:
                 self._files.keep_ledger(KeptLedger(round, manifest_hash(commit.manifest), self._ledger))
@@ -308,7 +310,7 @@ def _ledger_on_disk(files: CommitFiles, length: int) -> Ledger:
 
 def _counting(ledger: Ledger, commits: Iterable[Commit]) -> Ledger:
     for commit in commits:
-        ledger = ledger.after(commit.manifest.roster)
+        ledger = ledger.after(commit.manifest.roster, commit.manifest.audited)
     return ledger
 
 
@@ -328,7 +330,7 @@ def check_links(
         if before is None:
             check_genesis(commit, info, check)
         else:
-            check_child(rules, before.manifest, commit.manifest)
+            check_child(rules, before.manifest, ledger, commit.manifest)
             check_certificate(before.manifest, commit.manifest, commit.certificate, check, rules.seals)
         ledger = check_ledger(ledger, commit.manifest)
         before = commit

@@ -9,6 +9,7 @@ a peer claimed, within bounds.
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,9 @@ from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
 
 MAX_RECEIPT_BYTES = 10_000
+MAX_UNPACKED_BYTES = 2**16
+FILE_FORMAT = [{"id": lzma.FILTER_LZMA2, "dict_size": MAX_UNPACKED_BYTES, "lc": 0, "lp": 0, "pb": 0}]
+"""Names that a receipt has twice, and the run's config, take few bytes: zlib's format takes 4% more."""
 MAX_WITNESS_BYTES = 4096
 MOST_BACK = 8
 """Who is asked to sign may be some rounds behind: so many manifests are tried, the newest first."""
@@ -103,13 +107,36 @@ def witness(chain: Chain, sealer: Sealer, fingerprint: Hash, asked: WitnessReque
 # ---------------------------------------------------------------- checking
 
 
+def pack_receipt(receipt: Receipt) -> bytes:
+    """The file of a receipt."""
+    return compressed(pack(receipt))
+
+
+def compressed(packed: bytes) -> bytes:
+    return lzma.compress(packed, lzma.FORMAT_RAW, filters=FILE_FORMAT)
+
+
+def unpack_receipt(data: bytes) -> Receipt:
+    """Raises RemoteProtocolError where `data` is not the file of a receipt, or too long for one."""
+    if len(data) > MAX_RECEIPT_BYTES:
+        raise RemoteProtocolError(f"a receipt has at most {MAX_RECEIPT_BYTES} bytes, but this file has {len(data)}")
+    reader = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILE_FORMAT)
+    try:
+        packed = reader.decompress(data, MAX_UNPACKED_BYTES + 1)
+    except lzma.LZMAError as error:
+        raise RemoteProtocolError(f"this is no receipt: {error}") from error
+    if not reader.eof or reader.unused_data:
+        raise RemoteProtocolError("the file of the receipt is cut off, or there is something behind it")
+    return unpack(Receipt, packed, MAX_UNPACKED_BYTES)
+
+
 def check_receipt(data: bytes, check: CheckSignature) -> Receipt:
-    """The receipt in `data`, good for the run whose fingerprint it names; which that is, the caller must know.
+    """The receipt in the file `data`, good for the run whose fingerprint it names; which that is, the caller must know.
 
     Raises RemoteProtocolError with the reason where it is altered or forged, ConfigError where its run has a config
     that this program cannot read.
     """
-    receipt = unpack(Receipt, data, MAX_RECEIPT_BYTES)
+    receipt = unpack_receipt(data)
     info, shown, account, certificate = receipt.info, receipt.manifest, receipt.account, receipt.certificate
     if info.wire_version != WIRE_VERSION:
         raise RemoteProtocolError(
@@ -243,7 +270,7 @@ def _good(receipt: Receipt, check: CheckSignature) -> bytes | None:
         theirs = tuple(seal for seal in receipt.witnesses if seal.peer == organiser)
         kept = None if voted is None or not votes else replace(voted, seals=votes)
         receipt = replace(receipt, roll=None, certificate=kept, witnesses=theirs)
-    data = pack(receipt)
+    data = pack_receipt(receipt)
     try:
         check_receipt(data, check)
     except RemoteProtocolError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.columns import lost_columns
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
@@ -26,7 +27,7 @@ from spes_p2p.consensus.messages import (
     Proposal,
     Signed,
 )
-from spes_p2p.consensus.rules import RunRules, check_child, idle_members, neglected_columns
+from spes_p2p.consensus.rules import RunRules, idle_members, neglected_columns
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
@@ -231,7 +232,7 @@ class Judge:
         if parent is None:
             raise Violation("orphan", f"round {commit.manifest.round} was committed on an unknown parent")
         try:
-            check_child(self.rules, parent.manifest, commit.manifest)
+            check_child(self.rules, parent.manifest, parent.ledger, commit.manifest)
             check_certificate(parent.manifest, commit.manifest, certificate, check_fake, self.rules.seals)
         except RemoteProtocolError as error:
             raise Violation("certificate", str(error)) from error

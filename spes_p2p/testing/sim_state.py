@@ -144,7 +144,8 @@ class Disk:
 
     def ledger(self, round: int) -> Ledger:
         """What is counted up to a round of ours."""
-        return reduce(lambda known, commit: known.after(commit.manifest.roster), self.chain[:round], EMPTY)
+        manifests = (commit.manifest for commit in self.chain[:round])
+        return reduce(lambda known, one: known.after(one.roster, one.audited), manifests, EMPTY)
 
     def is_on_chain(self, head: Hash, round: int) -> bool:
         return round <= len(self.chain) and manifest_hash(self.manifest(round)) == head

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.swarm.invite import Invite, encode
-from spes_p2p.wire import pack
+from spes_p2p.sync.receipts import pack_receipt
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import refused
 from tests.sync.test_receipts import Signers
@@ -26,7 +26,7 @@ def signers() -> Signers:
 @pytest.fixture
 def file(tmp_path: Path, signers: Signers) -> Path:
     path = tmp_path / "receipt.spes"
-    path.write_bytes(pack(signers.receipt(signers.organiser)))
+    path.write_bytes(pack_receipt(signers.receipt(signers.organiser)))
     return path
 
 
@@ -40,6 +40,7 @@ def test_a_good_one_is_read_out(file: Path, signers: Signers) -> None:
             in said
         )
         assert "3,000 tokens (33.3% of the run's) and 300 steps, in 30 of 40 rounds" in said
+        assert "\n  12 of these rounds audited: 11 passed, 0 failed, 1 not shown anything\n" in said
         assert "signed by its organiser" in said
 
 
@@ -47,10 +48,10 @@ def test_others_are_refused_with_the_reason(file: Path, signers: Signers) -> Non
     check = ("receipt", "--check", str(file))
     refused(spes_p2p(*check, "--fingerprint", "0000"), "is a receipt of run tiny", "not of 0000")
     honest = signers.receipt(signers.organiser)
-    file.write_bytes(pack(replace(honest, account=replace(honest.account, tokens=4000))))
+    file.write_bytes(pack_receipt(replace(honest, account=replace(honest.account, tokens=4000))))
     refused(spes_p2p(*check), "is not a good receipt", "is not in the ledger")
     file.write_bytes(b"something else")
-    refused(spes_p2p(*check), "is not a good receipt", "not a msgpack value")
+    refused(spes_p2p(*check), "is not a good receipt", "this is no receipt")
     file.unlink()
     refused(spes_p2p(*check), "cannot be read")
     refused(spes_p2p("receipt", "--output", str(file.parent)), "holds no invitation")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus import ledger as ledgers
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_account, check_ledger
-from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.manifest import Audited, Contribution
+from spes_p2p.consensus.membership import FAILED, PASSED, WITHHELD
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from tests.sync.chains import A, MadeRun
@@ -22,6 +23,9 @@ Rosters = list[tuple[Contribution, ...]]
 ROSTERS = st.lists(
     st.lists(ENTRIES, max_size=8, unique_by=lambda entry: entry.peer).map(lambda some: tuple(sorted(some))), max_size=8
 )
+
+
+FINDINGS = st.sampled_from([PASSED, FAILED, WITHHELD])
 
 
 def ledger_of(rosters: Rosters) -> Ledger:
@@ -46,6 +50,25 @@ def test_it_is_the_sum_of_the_rosters_and_goes_back_the_same_way(rosters: Roster
         assert after.before(roster) == before
         assert after.before(roster).root == before.root
     assert ledger_of(rosters[::-1]).root == known[-1].root, "the order of rounds is nothing"
+
+
+@given(rosters=ROSTERS, data=st.data())
+def test_what_audits_found_is_counted_of_who_has_an_account_and_taken_back(
+    rosters: Rosters, data: st.DataObject
+) -> None:
+    found, steps = EMPTY, []
+    for roster in rosters:
+        audited = tuple(Audited(peer, data.draw(FINDINGS)) for peer in PEERS if data.draw(st.booleans()))
+        steps.append((found, roster, audited))
+        found = found.after(roster, audited)
+    for before, roster, audited in reversed(steps):
+        assert found.before(roster, audited) == before
+        for one in audited:
+            was, now = before.of(one.peer), found.of(one.peer)
+            counts = (now.passed - was.passed, now.failed - was.failed, now.withheld - was.withheld)
+            expected = tuple(int(one.finding == finding) for finding in (PASSED, FAILED, WITHHELD))
+            assert counts == (expected if now.rounds else (0, 0, 0))
+        found = before
 
 
 @given(rosters=ROSTERS)

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.child_checks import check_child, check_newcomers
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import (
     Contribution,
     Manifest,
@@ -35,8 +37,6 @@ from spes_p2p.consensus.rules import (
     Outcome,
     RunRules,
     capped_tokens,
-    check_child,
-    check_newcomers,
     child_manifest,
     genesis_manifest,
     next_step,
@@ -110,7 +110,7 @@ def test_a_manifest_that_counts_more_steps_than_a_peer_can_have_made_is_refused(
         roster = (entry, CHILD.roster[1])
         outcome = Outcome(roster, CHILD.slices, CHILD.wire_root, CHILD.state_root, None)
         with pytest.raises(RemoteProtocolError, match="a claims more than its lease"):
-            check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES))
+            check_child(RUN.rules, PARENT, EMPTY, child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES))
 
 
 def test_the_largest_claims_of_a_thousand_rounds_fit_into_the_numbers_of_a_manifest() -> None:
@@ -126,7 +126,7 @@ def test_the_largest_claims_of_a_thousand_rounds_fit_into_the_numbers_of_a_manif
 
 
 def test_what_the_rules_make_passes() -> None:
-    check_child(RUN.rules, PARENT, CHILD)
+    check_child(RUN.rules, PARENT, EMPTY, CHILD)
     assert (CHILD.step, CHILD.tokens) == (2, 24 * LENGTH)  # (8 * 1 + 16 * 2) / 24 = 1.67
 
 
@@ -160,7 +160,7 @@ TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
 @pytest.mark.parametrize("what", TAMPERED)
 def test_what_does_not_follow_is_refused(what: str) -> None:
     with pytest.raises(RemoteProtocolError):
-        check_child(RUN.rules, PARENT, TAMPERED[what](CHILD))
+        check_child(RUN.rules, PARENT, EMPTY, TAMPERED[what](CHILD))
 
 
 @pytest.mark.parametrize(("shift", "is_due"), [(0, True), (1, False), (-1, False)])
@@ -174,17 +174,17 @@ def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(shift: int
     made = child_manifest(rules, PARENT, outcome, MEMBERS, WISHES)
     whole = replace(made, slices=CHILD.slices)
     if is_due:
-        check_child(rules, PARENT, made)
+        check_child(rules, PARENT, EMPTY, made)
     for wrong in [whole] if is_due else [made, whole]:
         with pytest.raises(RemoteProtocolError, match=r"does not fit the plan|covered in part"):
-            check_child(rules, PARENT, wrong)
+            check_child(rules, PARENT, EMPTY, wrong)
 
 
 def test_a_column_without_owner_in_the_roster_keeps_its_round() -> None:
     slices = tuple(piece for piece in CHILD.slices if piece.block != 1)
     outcome = Outcome(CHILD.roster, slices, CHILD.wire_root, CHILD.state_root, None)
     later = child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES)
-    check_child(RUN.rules, PARENT, later)
+    check_child(RUN.rules, PARENT, EMPTY, later)
     assert later.column_rounds[0] == 0
     assert set(later.column_rounds[1:]) == {1}
 
@@ -224,14 +224,16 @@ def test_certificates_need_good_seals_of_enough_electors() -> None:
 def renewal(signer: PeerId = ORGANISER, **wrong: object) -> tuple[Manifest, Commit]:
     """Genesis, and a child by which the organiser names peer b in the place of peer a."""
     parent = RUN.genesis(sha256(b"state 0")).manifest
-    child = renewed_manifest(RUN.rules, parent, parent.state_root, [Member(B, 7, False, 0)], {B: OwnershipRequest(2)})
+    child = renewed_manifest(
+        RUN.rules, parent, EMPTY, parent.state_root, [Member(B, 7, False, 0)], {B: OwnershipRequest(2)}
+    )
     child = replace(child, **wrong)  # type: ignore[arg-type]
     return parent, sign_renewal(child, signer, RUN.sealer(signer))
 
 
 def test_the_organiser_names_new_members_and_counts_no_work() -> None:
     parent, commit = renewal()
-    check_child(RUN.rules, parent, commit.manifest)
+    check_child(RUN.rules, parent, EMPTY, commit.manifest)
     check_certificate(parent, commit.manifest, commit.certificate, RUN.keys.verify, SealRule(ORGANISER))
     assert commit.manifest.members == (Member(B, 7, True, 0),)  # nobody else is left to vote
     assert commit.manifest.state_root == parent.state_root
@@ -243,12 +245,12 @@ def test_the_organiser_names_new_members_and_counts_no_work() -> None:
 def test_members_are_only_so_many_whoever_names_them() -> None:
     many = [Member(PeerId(f"peer {at:04}"), 1, True, 0) for at in range(MAX_MEMBERS + 1)]
     wishes = {member.peer: OwnershipRequest(1) for member in many}
-    made = renewed_manifest(RUN.rules, PARENT, PARENT.state_root, many, wishes)
+    made = renewed_manifest(RUN.rules, PARENT, EMPTY, PARENT.state_root, many, wishes)
     assert len(made.members) == MAX_MEMBERS
-    check_child(RUN.rules, PARENT, made)
+    check_child(RUN.rules, PARENT, EMPTY, made)
     outcome = Outcome((), (), made.wire_root, made.state_root, None)
     with pytest.raises(RemoteProtocolError, match="1025 members, but at most 1024"):
-        check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
+        check_child(RUN.rules, PARENT, EMPTY, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
 
 
 def rounds_of(roster: Sequence[PeerId], parent: Manifest, count: int, rules: RunRules = RUN.rules) -> list[Manifest]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice, Send
+from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus
@@ -31,7 +32,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Work,
 )
-from spes_p2p.consensus.rules import Outcome, RunRules, check_child, child_manifest, genesis_manifest
+from spes_p2p.consensus.rules import Outcome, RunRules, child_manifest, genesis_manifest
 from spes_p2p.consensus.statements import check_content, content_of, members_after, ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId, sha256
@@ -222,7 +223,7 @@ def test_a_manifest_that_does_not_follow_from_what_was_said_is_refused(
 @pytest.mark.parametrize("lie", [alters_a_link, counts_more], ids=lambda lie: lie.__name__)
 def test_the_manifest_alone_does_not_show_it(voter: Consensus, honest: Content, lie: Change) -> None:
     """What its parent says leaves these open; that is why statements come with it."""
-    check_child(voter.state.rules, voter.tip, lie(voter, honest).manifest)
+    check_child(voter.state.rules, voter.tip, EMPTY, lie(voter, honest).manifest)
 
 
 def test_whom_a_quorum_of_electors_accuses_is_banned_for_good(voter: Consensus, honest: Content) -> None:
@@ -241,7 +242,7 @@ def test_whom_a_quorum_of_electors_accuses_is_banned_for_good(voter: Consensus, 
     child = content_of(rules, content.manifest, EMPTY, Statements((), (), ()), made.state_root, None).manifest
     assert child.banned == (accused.author,)
     with pytest.raises(RemoteProtocolError, match="whom it bans does not follow"):
-        check_child(rules, content.manifest, replace(child, banned=()))
+        check_child(rules, content.manifest, EMPTY, replace(child, banned=()))
     pardoned = Roll(rules.fingerprint, 1, (accused.author,))
     assert not rules.admission(pardoned, child.banned).is_banned(accused.author)
 
@@ -256,7 +257,7 @@ def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:
     assert content.manifest.ownership == (("p0",), ("p1",))
     check_content(rules, tip, EMPTY, content)
     taken = replace(content, manifest=replace(content.manifest, ownership=((names[1],), (names[1],))))
-    check_child(rules, tip, taken.manifest)
+    check_child(rules, tip, EMPTY, taken.manifest)
     with pytest.raises(RemoteProtocolError, match="ownership does not follow"):
         check_content(rules, tip, EMPTY, taken)
 
@@ -277,16 +278,16 @@ def test_the_next_manifest_takes_up_the_organisers_decay_and_later_ones_keep_it(
     taken = content_of(rules, core.tip, EMPTY, said, state_root, None)
     assert taken.manifest.decay == Decay(taken.manifest.step, 30)
     check_content(rules, core.tip, EMPTY, taken)
-    check_child(rules, core.tip, taken.manifest)
+    check_child(rules, core.tip, EMPTY, taken.manifest)
     with pytest.raises(RemoteProtocolError, match="decay does not follow"):
         check_content(rules, core.tip, EMPTY, with_statements(taken, decay=None))
     again = Statements((), (), said.statuses, order(rules, 10))
     later = content_of(rules, taken.manifest, EMPTY, again, state_root, None)
-    check_child(rules, taken.manifest, later.manifest)
+    check_child(rules, taken.manifest, EMPTY, later.manifest)
     assert (later.manifest.decay, later.statements.decay) == (taken.manifest.decay, None)
     for other in (None, Decay(taken.manifest.step, 10)):
         with pytest.raises(RemoteProtocolError, match="decay does not follow"):
-            check_child(rules, taken.manifest, replace(later.manifest, decay=other))
+            check_child(rules, taken.manifest, EMPTY, replace(later.manifest, decay=other))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_the_next_manifest_takes_up_the_organisers_roll_and_later_ones_keep_it(
     state_root = core.tip.state_root
     taken = content_of(rules, core.tip, EMPTY, replace(honest.statements, roll=word), state_root, None)
     check_content(rules, core.tip, EMPTY, taken)
-    check_child(rules, core.tip, taken.manifest)
+    check_child(rules, core.tip, EMPTY, taken.manifest)
     assert taken.manifest.roll == word.value
     assert LIAR not in {member.peer for member in taken.manifest.members}
     assert [member.peer for member in electors(taken.manifest.members)] == ["p0"]
@@ -329,7 +330,7 @@ def test_the_next_manifest_takes_up_the_organisers_roll_and_later_ones_keep_it(
         check_content(rules, core.tip, EMPTY, with_statements(taken, roll=None))
     older = Statements((), (), honest.statements.statuses, roll=signed_roll(rules, number=2))
     later = content_of(rules, taken.manifest, EMPTY, older, state_root, None)
-    check_child(rules, taken.manifest, later.manifest)
+    check_child(rules, taken.manifest, EMPTY, later.manifest)
     assert (later.manifest.roll, later.statements.roll) == (word.value, None)
 
 
@@ -468,7 +469,7 @@ class VouchedRun:
         statements = Statements((), (), tuple(sorted((*said, *quiet), key=lambda signed: signed.author)))
         content = content_of(self.rules, parent or self.tip, EMPTY, statements, NO_HASH, None)
         check_content(self.rules, parent or self.tip, EMPTY, content)
-        check_child(self.rules, parent or self.tip, content.manifest)
+        check_child(self.rules, parent or self.tip, EMPTY, content.manifest)
         return content
 
 
@@ -506,7 +507,7 @@ def test_two_thirds_of_the_electors_bring_a_peer_in_for_good() -> None:
     later = run.child().manifest
     assert voters_of(later) == {*run.ELECTORS, FRIEND}, "also when they say it no more"
     with pytest.raises(RemoteProtocolError, match="for whom electors vouch does not follow"):
-        check_child(run.rules, first, replace(later, vouched=()))
+        check_child(run.rules, first, EMPTY, replace(later, vouched=()))
 
 
 def test_who_was_brought_in_counts_among_those_whose_two_thirds_it_takes() -> None:

@@ -23,7 +23,16 @@ from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.organiser_words import Words, roll
-from spes_p2p.sync.receipts import MAX_RECEIPT_BYTES, Receipt, Shown, Witness, check_receipt, make_receipt
+from spes_p2p.sync.receipts import (
+    MAX_RECEIPT_BYTES,
+    Receipt,
+    Shown,
+    Witness,
+    check_receipt,
+    compressed,
+    make_receipt,
+    pack_receipt,
+)
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from spes_p2p.wire import pack
@@ -45,7 +54,7 @@ class Signers:
         voters = [one.peer_id for one in (*self.others, self.worker)] if vouched else []
         self.roll = roll(self.info, Words(), KeySealer(self.organiser), vouched=voters).roll
         others = (Account(one.peer_id, 3, 6000 // max(1, vouched), 30) for one in self.others)
-        self.ledger = Ledger(tuple(sorted((Account(self.worker.peer_id, 30, 3000, 300), *others))))
+        self.ledger = Ledger(tuple(sorted((Account(self.worker.peer_id, 30, 3000, 300, 11, 0, 1), *others))))
         made = MadeRun().chain(2)[-1].manifest
         self.manifest = replace(made, fingerprint=self.info.fingerprint, round=40, tokens=9000, ledger=self.ledger.root)
 
@@ -63,7 +72,7 @@ class Signers:
 
     def refused(self, receipt: Receipt, words: str) -> None:
         with pytest.raises(RemoteProtocolError, match=words):
-            check_receipt(pack(receipt), RsaVerifier().verify)
+            check_receipt(pack_receipt(receipt), RsaVerifier().verify)
 
 
 def seals_of(said: object, signers: Sequence[RsaSigner]) -> tuple[Seal, ...]:
@@ -82,11 +91,11 @@ def vouching() -> Signers:
 
 
 def good(receipt: Receipt) -> bool:
-    return check_receipt(pack(receipt), RsaVerifier().verify) == receipt
+    return check_receipt(pack_receipt(receipt), RsaVerifier().verify) == receipt
 
 
 def test_the_organiser_alone_may_sign(plain: Signers) -> None:
-    data = pack(plain.receipt(plain.organiser))
+    data = pack_receipt(plain.receipt(plain.organiser))
     assert check_receipt(data, RsaVerifier().verify).account == plain.ledger.of(plain.worker.peer_id)
     assert len(data) < MAX_RECEIPT_BYTES / 2
     assert good(plain.receipt(votes=[plain.organiser]))
@@ -102,7 +111,7 @@ def test_more_than_a_third_of_those_vouched_for_may_sign_without_it(vouching: Si
     vouching.refused(vouching.receipt(*others[:2], vouching.worker), "2 of 9 vouched")
     vouching.refused(vouching.receipt(others[0], others[0], others[0]), "two signatures of one")
     vouching.refused(vouching.receipt(others[0], others[1], votes=others[:2]), "two signatures of one")
-    assert len(pack(vouching.receipt(*others))) < MAX_RECEIPT_BYTES
+    assert len(pack_receipt(vouching.receipt(*others))) < MAX_RECEIPT_BYTES
 
 
 def test_where_everybody_votes_only_the_organiser_may() -> None:
@@ -131,6 +140,8 @@ def test_a_list_of_peers_that_another_signed_is_refused(vouching: Signers) -> No
         ({"tokens": 3001}, "is not in the ledger"),
         ({"rounds": 31}, "is not in the ledger"),
         ({"steps": 1}, "is not in the ledger"),
+        ({"passed": 12}, "is not in the ledger"),
+        ({"withheld": 0}, "is not in the ledger"),
         ({"peer": PeerId("somebody")}, "is not in the ledger"),
         ({"tokens": 9001}, "cannot be"),
         ({"rounds": 0}, "cannot be"),
@@ -173,12 +184,34 @@ def test_another_config_or_organiser_is_another_run(plain: Signers) -> None:
 
 @given(place=st.integers(0, 10**6), new=st.binary(min_size=1, max_size=3))
 def test_no_byte_can_be_changed(vouching: Signers, place: int, new: bytes) -> None:
-    data = pack(vouching.receipt(*vouching.others[:2], votes=vouching.others[2:3]))
+    honest = vouching.receipt(*vouching.others[:2], votes=vouching.others[2:3])
+    data = pack(honest)
     place %= len(data)
     spoilt = data[:place] + new + data[place + len(new) :]
     if spoilt != data:
         with pytest.raises(RemoteProtocolError):
-            check_receipt(spoilt, RsaVerifier().verify)
+            check_receipt(compressed(spoilt), RsaVerifier().verify)
+
+
+def test_a_file_that_is_too_long_cut_off_or_goes_on_is_refused(plain: Signers) -> None:
+    data, verify = pack_receipt(plain.receipt(plain.organiser)), RsaVerifier().verify
+    for spoilt, words in (
+        (b"", "cut off"),
+        (data[:-1], "cut off"),
+        (data + b"x", "something behind it"),
+        (data + bytes(MAX_RECEIPT_BYTES), "at most 10000 bytes"),
+        (compressed(bytes(10**6)), "cut off"),  # a small file with much inside is not read to its end
+        (pack(plain.receipt(plain.organiser)), "this is no receipt"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=words):
+            check_receipt(spoilt, verify)
+
+
+def test_a_third_of_31_who_vote_fit_into_a_receipt() -> None:
+    many = Signers("swarm.electors=vouched", vouched=30)
+    receipt = many.receipt(votes=many.others[:11])
+    assert good(receipt)
+    assert len(pack_receipt(receipt)) < MAX_RECEIPT_BYTES < len(pack(receipt))
 
 
 def made(swarm: MemorySwarm, name: str, chain: Chain | None = None) -> Any:

@@ -13,17 +13,20 @@ import pytest
 
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import FAILED, HALF, PASSED, PROBATION, WITHHELD
+from spes_p2p.consensus.probation import auditors_of
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.surroundings import Text
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config
+from tests.sync.test_choosing_history import Surroundings
 from tests.sync.test_clipping import alike
+from tests.sync.test_vouching import Organising, until, voters
 
 FOUNDERS = "abcdefg"
-NEWCOMER = PeerId("n")
+NEWCOMER, FAKER = PeerId("n"), PeerId("f2")
 OFTEN = 5.0
 """Times all training: two are audited in each round."""
 CLIP = ("sync.aggregate=clip", "sync.merge_alpha=0", "swarm.faults=byzantine", "swarm.experts_per_peer=3")
@@ -232,6 +235,49 @@ def test_who_shows_auditors_nothing_counts_less_and_is_not_banned(
         assert all(findings == {PASSED} for peer, findings in found(swarm).items() if peer != "g")
 
     in_swarm(folder, play, small_config(*CLIP, peers=len(FOUNDERS)))
+
+
+def test_vouching_gives_a_vote_and_no_weight_and_audits_the_other_way_round(folder: Path) -> None:
+    """Electors vouch for an honest newcomer and for one that fakes its work; the first one goes and comes back."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        vars(swarm.run)["rules"] = replace(swarm.run.rules, audited_work=OFTEN)
+        around, desk = Surroundings(swarm), Organising(swarm)
+        await swarm.start_organiser()
+        await around.add(ORGANISER)
+        starts = [asyncio.create_task(add(swarm, name)) for name in FOUNDERS]
+        await until(lambda: any("somebody is here who may vote" in said for said in swarm.organiser_said))
+        await desk.says(vouched=FOUNDERS)
+        await asyncio.gather(*starts)
+        await swarm.until_round(1, "a")
+        await add(swarm, NEWCOMER)
+        await add(swarm, FAKER, is_fake=True)
+        for name in FOUNDERS[:5]:
+            driver = swarm.peers[PeerId(name)].driver
+            driver.wish(replace(driver.core.state.own.intent, vouches=(FAKER, NEWCOMER)))
+        await until_banned(swarm, FAKER)
+        while standing(manifests(swarm)[-1]) != 0:
+            await swarm.until_round(len(manifests(swarm)), "a")
+        told = manifests(swarm)
+        assert any(NEWCOMER in voters(one) and (standing(one) or 0) > HALF for one in told), "it votes at once"
+        for parent, child in pairwise(told):
+            waits = {member.peer for member in parent.members if member.probation > HALF}
+            assert not any(waits & set(piece.contributors) for piece in child.slices)
+            assert not any(waits & set(auditors_of(parent, entry.peer)) for entry in parent.roster)
+        assert (told[-1].vouched, told[-1].banned) == ((NEWCOMER,), (FAKER,))
+        assert {member.peer for member in told[-1].members} == {*FOUNDERS, NEWCOMER}
+        await swarm.peers[NEWCOMER].leave()
+        await until(lambda: standing(manifests(swarm)[-1]) is None)
+        left = len(manifests(swarm))
+        await add(swarm, NEWCOMER)
+        await until(lambda: standing(manifests(swarm)[-1]) is not None)
+        account = swarm.peers[PeerId("a")].chain.ledger(left - 1).of(NEWCOMER)
+        assert (account.passed >= 3, account.failed) == (True, 0)
+        back = next(now for one in manifests(swarm)[left:] if (now := standing(one)) is not None)
+        assert back == (PROBATION if account.withheld else HALF), "it may be gone when its last round is looked at"
+        await around.stop()
+
+    in_swarm(folder, play, small_config(*CLIP, "swarm.electors=vouched", peers=len(FOUNDERS)))
 
 
 def test_where_fewer_than_three_could_audit_newcomers_count_at_once(folder: Path) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_CLASSES, LINK_PRIVATE, Member
 from spes_p2p.consensus.messages import (
     Commit,
     Status,
 )
-from spes_p2p.consensus.rules import check_child, renewed_manifest
+from spes_p2p.consensus.rules import renewed_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import storing, write_whole
@@ -172,9 +173,9 @@ class Renewer:
         else:
             if self._seat.duty is Duty.SERVER:
                 chosen = [*chosen, driver.core.status()]
-            manifest = renewed_manifest(
-                self._run.rules, tip, root, members_of(chosen), wishes_of(chosen), self._seat.admission().roll
-            )
+            roll, ledger = self._seat.admission().roll, self._chain.ledger(tip.round)
+            members, wishes = members_of(chosen), wishes_of(chosen)
+            manifest = renewed_manifest(self._run.rules, tip, ledger, root, members, wishes, roll)
             commit = sign_renewal(manifest, self._node.me, self._node.sealer)
             with storing(path.parent, 0):
                 path.parent.mkdir(exist_ok=True)
@@ -187,7 +188,7 @@ class Renewer:
         """Raises StateError where it is not what was signed: another one must not be signed on the same parent."""
         try:
             commit = unpack(Commit, path.read_bytes())
-            check_child(self._run.rules, tip, commit.manifest)
+            check_child(self._run.rules, tip, self._chain.ledger(tip.round), commit.manifest)
             check_certificate(tip, commit.manifest, commit.certificate, self._node.checker.check, self._run.rules.seals)
         except RemoteProtocolError as error:
             raise StateError(
