@@ -208,10 +208,13 @@ class CountsMore(Voting):
             return None
         made = content.manifest
         roster = tuple(replace(entry, sequences=entry.sequences + 1) for entry in made.roster)
-        ledger = self._state.ledger.after(roster)
-        outcome = Outcome(roster, made.slices, made.wire_root, made.state_root, made.merge, ledger=ledger.root)
-        members, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
-        return replace(content, manifest=child_manifest(self._rules, self._state.tip, outcome, members, wishes))
+        ledger = self._state.ledger.after(roster, made.audited)
+        outcome = Outcome(
+            roster, made.slices, made.wire_root, made.state_root, made.merge,
+            ledger=ledger.root, audited=made.audited,
+        )  # fmt: skip
+        _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
+        return replace(content, manifest=child_manifest(self._rules, self._state.tip, outcome, made.members, wishes))
 
 
 class CountsWorkTwice(Consensus):
@@ -245,9 +248,12 @@ class MovesWhatWasNotHandedOut(Voting):
         if content is None:
             return None
         made, rules = content.manifest, replace(self._rules, expert_rounds=1)
-        outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge, ledger=made.ledger)
-        members, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
-        return replace(content, manifest=child_manifest(rules, self._state.tip, outcome, members, wishes))
+        outcome = Outcome(
+            made.roster, made.slices, made.wire_root, made.state_root, made.merge,
+            ledger=made.ledger, audited=made.audited,
+        )  # fmt: skip
+        _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
+        return replace(content, manifest=child_manifest(rules, self._state.tip, outcome, made.members, wishes))
 
 
 class HandsOutByTurnAlone(RoundPlan):
