@@ -23,7 +23,9 @@ from spes_p2p.cli.showing import show_hub_bars
 def bootstrap(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Config overrides, such as sync.steps_per_round=50.", show_default=False),
+        typer.Argument(
+            metavar="KEY=VALUE", help="Config overrides, such as sync.steps_per_round=50.", show_default=False
+        ),
     ] = None,
     config: Annotated[
         Path | None,

@@ -27,7 +27,8 @@ EIGHT_BIT = "optimizer.name=adamw8bit"
 def plan(
     config: Annotated[Path, typer.Option(help="Config of the run: a YAML file, or a bundled name such as small.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Config overrides, such as model.num_layers=8.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as model.num_layers=8.", show_default=False),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Show what fits into a GPU with this much memory, such as 24GiB.")

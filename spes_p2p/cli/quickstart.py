@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def quickstart(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Config overrides, such as sync.steps_per_round=5.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Config overrides, such as sync.steps_per_round=5.", show_default=False
+        ),
     ] = None,
     peers: Annotated[int, typer.Option(help="Peers to start.", min=1)] = 3,
     rounds: Annotated[int, typer.Option(help="Rounds to train.", min=1)] = 6,

@@ -24,7 +24,8 @@ NodeFolder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of the 
 
 def init(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Config overrides, such as sync.codec=int8.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as sync.codec=int8.", show_default=False),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
     template: Annotated[
@@ -289,7 +290,7 @@ def decay(
     typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then `spes-p2p run stop`")
 
 
-Peers = Annotated[list[str], typer.Argument(metavar="PEER...", help="Ids of peers, as status --json prints them.")]
+Peers = Annotated[list[str], typer.Argument(metavar="PEER", help="Ids of peers, as status --json prints them.")]
 Undo = Annotated[bool, typer.Option("--undo", help="Takes back what was said of these peers.")]
 
 
@@ -347,7 +348,7 @@ def choose(
     child: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CHILD]",
+            metavar="CHILD",
             help="First digits of the history to continue, as peers print them (default: list the histories).",
             show_default=False,
         ),

@@ -14,6 +14,7 @@ def tokenize(
     inputs: Annotated[
         list[str],
         typer.Argument(
+            metavar="FILE",
             help="Files, folders or quoted globs (** too), here or on the Hugging Face hub "
             "(hf://datasets/OWNER/NAME/PATH): .jsonl .json (also .gz, .zst) .parquet .txt",
             show_default=False,

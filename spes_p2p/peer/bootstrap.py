@@ -117,6 +117,8 @@ def _check(options: BootstrapOptions) -> None:
             "--mirror serves an existing run, so it cannot be combined with --config, overrides or --init-from",
             fix="leave these out",
         )
+    if options.archive is not None and "://" in options.archive:
+        RemoteFolder(options.archive)  # now, not when terabytes of data have been hashed
     if options.serve and options.config_path is None and options.mirror is None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
     if options.serve and _archive_folder(options) is not None:
