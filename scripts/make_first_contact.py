@@ -64,7 +64,7 @@ STEPS = (
         "anna",
         f"{PROGRAM} join INVITATION",
         "in a second terminal: her machine trains, too",
-        until="waiting for 2 peers",
+        until="waiting: the run begins",
     ),
     Step("ben", "git clone REPOSITORY spes-p2p", "the program"),
     Step(
