@@ -34,6 +34,8 @@ MOST_POSITIONS = 256
 """Of each sequence the first ones are looked at: more of them tell little more, and cost as much as more sequences."""
 TILES_SHARE = 1 / 8
 """Of the shared tiles, how many an auditor fetches."""
+TEXT_SHARE = 1 / 8
+"""Of the bytes of those, what it may fetch of the peer's text where that is not on its disk, and as much of its own."""
 COST_OF_TRAINING = 2 * 4 / 3
 """What the sequences of a kind cost an auditor, in training on them: two models go forward over four kinds."""
 
@@ -92,7 +94,8 @@ def _affordable(rules: RunRules, manifest: Manifest, auditors: int) -> float:
     sequences = sum(entry.sequences for entry in manifest.roster)
     of_each = min(1.0, MOST_POSITIONS / rules.sequence_tokens)
     by_training = sequences / (auditors * COST_OF_TRAINING * SEQUENCES * of_each)
-    by_bytes = 2 * len(manifest.roster) / (auditors * TILES_SHARE * rules.fragments)
+    of_each_auditor = TILES_SHARE * (1 + 2 * TEXT_SHARE)
+    by_bytes = 2 * len(manifest.roster) / (auditors * of_each_auditor * rules.fragments)
     return rules.audited_work * min(by_training, by_bytes)
 
 

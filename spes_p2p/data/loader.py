@@ -267,15 +267,16 @@ def held_out_batches(
 
 
 def leased_tokens(
-    dataset: AnyDataset, config: Config, positions: NDArray[np.int64], should_stop: Callable[[], bool]
+    dataset: AnyDataset, config: Config, positions: NDArray[np.int64], most_bytes: int
 ) -> NDArray[np.int64]:
     """The tokens [B, S] at positions of the run's stream that give a loss.
 
-    Raises DataNotReady where data that comes from others is not here when `should_stop` says so.
+    Raises DataNotReady where data that comes from others is not here. It is fetched then, if that takes no more than
+    so many bytes.
     """
     reader = _Reader(dataset, config)
     numbers = _order(dataset, reader.sequences, config, RUN_STREAM).sequences_at(positions)
-    if not reader.sequences.wait(numbers, should_stop):
+    if not reader.sequences.ask(numbers, most_bytes):
         raise DataNotReady(f"{len(numbers)} sequences have not arrived yet")
     batch = reader.batch(numbers, positions)
     return batch.tokens[batch.loss_mask]

@@ -90,13 +90,14 @@ class ColumnJudge(Protocol):
 @dataclass(frozen=True)
 class Text:
     """Positions of the run's stream: what another says that it trained on, what we did in the same round, and what is
-    leased to us next, so that nobody has. `mark` is a seed.
+    leased to us next, so that nobody has. `mark` is a seed. `most_bytes` may be fetched of each that is not here.
     """
 
     theirs: Ranges
     own: Ranges
     fresh: Ranges
     mark: Hash
+    most_bytes: int = 0
 
 
 class WorkJudge(Protocol):

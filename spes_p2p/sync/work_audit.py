@@ -16,7 +16,7 @@ import numpy as np
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.membership import LINK_PUBLIC, WITHHELD
-from spes_p2p.consensus.probation import TILES_SHARE
+from spes_p2p.consensus.probation import TEXT_SHARE, TILES_SHARE
 from spes_p2p.data.leases import take
 from spes_p2p.errors import DataNotReady, NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.requests import ValuesRequest
@@ -81,6 +81,7 @@ class WorkAuditor:
             take(seen.before.leases.of(self._core.me), seen.own.sequences)[0],
             seen.tip.leases.of(self._core.me),
             sha256(self._core.tip_hash, self._core.me.encode(), entry.peer.encode()),
+            int(TEXT_SHARE * sum(seen.layout.wire_bytes(tile) for tile in seen.tiles)),
         )
         while self._is_current(seen):
             try:

@@ -55,7 +55,7 @@ class MemoryJudge:
     def finding(self, base: BlockSource, theirs: Values, own: Values, text: Text) -> str | None:
         """See `WorkJudge`."""
         rng = np.random.default_rng(list(text.mark))
-        kinds = [self._tokens(spans, most, rng) for spans, most in _looked_at(text)]
+        kinds = [self._tokens(spans, most, rng, text.most_bytes) for spans, most in _looked_at(text)]
         if min(map(len, kinds)) < FEWEST_SEQUENCES:
             return None
         trial = Trial(self._config.model, base, torch.from_numpy(np.concatenate(kinds)))
@@ -64,11 +64,11 @@ class MemoryJudge:
             return None
         return verdict_on(memory_of(with_own - with_theirs, [len(kind) for kind in kinds]))
 
-    def _tokens(self, spans: Ranges, most: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    def _tokens(self, spans: Ranges, most: int, rng: np.random.Generator, most_bytes: int) -> NDArray[np.int64]:
         """Of some of these positions [at most `most`, S]."""
         places = np.sort(rng.choice(count(spans), min(most, count(spans)), replace=False))
         starts = [take(spans, int(place))[1][0][0] for place in places]
-        tokens = leased_tokens(self._dataset, self._config, np.array(starts, np.int64), lambda: True)
+        tokens = leased_tokens(self._dataset, self._config, np.array(starts, np.int64), most_bytes)
         return tokens[:, :MOST_POSITIONS]
 
 

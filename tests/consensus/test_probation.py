@@ -31,6 +31,7 @@ from spes_p2p.consensus.probation import (
     COST_OF_TRAINING,
     MOST_AUDITORS,
     SEQUENCES,
+    TEXT_SHARE,
     TILES_SHARE,
     auditors_of,
     drawn_work,
@@ -90,7 +91,7 @@ def test_audits_take_no_more_than_their_share_of_training_and_of_bytes(count: in
         for entry in drawn_work(RULES, manifest):
             auditors = len(auditors_of(manifest, entry.peer))
             training += auditors * SEQUENCES * COST_OF_TRAINING
-            received += auditors * TILES_SHARE
+            received += auditors * TILES_SHARE * (1 + 2 * TEXT_SHARE)
     assert 0 < training <= 1.1 * RULES.audited_work * rounds * count * SEQUENCES_EACH
     assert 0 < received <= 1.1 * RULES.audited_work * rounds * 2 * count
     assert max(training / (rounds * count * SEQUENCES_EACH), received / (rounds * 2 * count)) > 0.02

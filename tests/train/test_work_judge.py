@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.membership import FAILED, PASSED
+from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Range
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import DataNotReady
 from spes_p2p.ids import sha256
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.surroundings import Text
 from spes_p2p.train import work_judge
 from spes_p2p.train.work_judge import FEWEST_SEQUENCES, Memory, MemoryJudge, memory_of, verdict_on
+from tests.data.piece_makers import hand_over, make_feed
 from tests.train.small import VOCABULARY, initial, small_config, small_layout, trainer_of
 from tests.train.test_judge import Blocks
 
@@ -130,6 +134,27 @@ def test_text_that_is_not_here_yet_is_waited_for(done: Round, monkeypatch: pytes
     monkeypatch.setattr(work_judge, "leased_tokens", none_yet)
     with pytest.raises(DataNotReady):
         done.finding(done.theirs)
+
+
+def test_text_that_an_auditor_has_not_comes_from_others_where_it_is_little(done: Round, tmp_path: Path) -> None:
+    whole = FolderPieces.open(done.dataset, tmp_path / "own", lambda text: None, 256)
+    feed, _ = make_feed(tmp_path / "cache", whole)
+    judge = MemoryJudge(done.config, PieceDataset(feed))
+    enough = LEASE * 2 * whole.grid.max_bytes
+
+    def finding(most_bytes: int) -> str | None:
+        return judge.finding(done.base, done.theirs, done.own, replace(text_of(), most_bytes=most_bytes))
+
+    with pytest.raises(DataNotReady):
+        finding(whole.grid.max_bytes)
+    assert feed.missing(10**4).pieces == ()
+    found = None
+    for _ in range(3):  # theirs, then ours, then that of nobody
+        with pytest.raises(DataNotReady):
+            finding(enough)
+        assert 0 < hand_over(whole, feed) * whole.grid.max_bytes <= enough
+    found = finding(enough)
+    assert found == PASSED
 
 
 def test_memory_is_measured_against_text_that_nobody_trained_on() -> None:
