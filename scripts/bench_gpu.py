@@ -210,6 +210,7 @@ GPU_TESTS = (
     "tests/experts/test_backends.py",
     "tests/experts/test_bank.py",
     "tests/experts/test_dispatch.py",
+    "tests/experts/test_gradients.py",
     "tests/experts/test_quantise.py",
     "tests/experts/test_swiglu.py",
     "tests/model/test_softmax_loss.py",

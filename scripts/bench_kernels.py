@@ -63,7 +63,13 @@ def main() -> int:
 
 
 def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
-    from spes_p2p.experts import dispatch_kernels, quantise_kernels, swiglu_kernels, triton_backend
+    from spes_p2p.experts import (
+        dispatch_kernels,
+        gradients_kernels,
+        quantise_kernels,
+        swiglu_kernels,
+        triton_backend,
+    )
     from spes_p2p.experts.dispatch import sort_by_slot
     from spes_p2p.experts.quantise import Quantised, dequantise, quantise
     from spes_p2p.model import softmax_loss_kernels
@@ -121,6 +127,13 @@ def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
         lambda: (dispatch_kernels.combine(x_ND, order.inverse_TK),),
         lambda: (x_ND.float()[order.inverse_TK].sum(1),),
     )
+
+    def summed() -> tuple[Tensor]:
+        total = x_ND.bfloat16()
+        gradients_kernels.add_rounded(total, x_ND, torch.Generator(device))
+        return (total,)
+
+    yield "sum in bf16", summed, lambda: (x_ND.bfloat16().float() + x_ND.float(),)
 
     for kind in FOREIGN_KINDS:
         held = quantise(kind, w_EFD)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spes_p2p.experts.kernels import has_kernels
+
 ROUNDED_VALUES = 2**24
 """Of a sum in bf16 that are there in fp32, with as many random numbers, at once."""
 _MARK = "_spes_adds_in_place"
@@ -52,7 +54,15 @@ def sum_of(parameter: Tensor) -> Sum | None:
 
 
 def add_rounded(total: Tensor, term: Tensor, noise: torch.Generator) -> None:
-    """Adds to a contiguous bf16 `total`: in fp32, then rounded up or down at random, so that the mean is exact."""
+    """Adds to a contiguous bf16 `total`: in fp32, then rounded up or down at random, so that the mean is exact.
+
+    On CUDA in one pass, by a Triton kernel (gradients_kernels.py).
+    """
+    if has_kernels(total, _try_kernels):
+        from spes_p2p.experts import gradients_kernels
+
+        gradients_kernels.add_rounded(total, term.contiguous(), noise)
+        return
     flat, terms = total.view(-1), term.reshape(-1)
     for start in range(0, len(flat), ROUNDED_VALUES):
         piece = flat[start : start + ROUNDED_VALUES]
@@ -61,3 +71,9 @@ def add_rounded(total: Tensor, term: Tensor, noise: torch.Generator) -> None:
         dither.masked_fill_(exact != exact, 0)
         exact.view(torch.int32).add_(dither)
         piece.copy_(exact.view(torch.bfloat16)[1::2])  # the upper half of each value (all machines are little-endian)
+
+
+def _try_kernels(device: torch.device) -> None:
+    from spes_p2p.experts import gradients_kernels
+
+    gradients_kernels.try_kernels(device)

@@ -30,7 +30,7 @@ def test_every_kind_of_row_runs_here(tmp_path: Path) -> None:
     kernels = {row["what"] for row in found if row.get("bench") == "kernel" and row["equal"]}
     assert kernels == {
         "grouped rows", "grouped outer", "swiglu forward", "swiglu backward", "gather", "combine",
-        "from int8", "from fp8", "from nf4", "softmax loss",
+        "sum in bf16", "from int8", "from fp8", "from nf4", "softmax loss",
     }  # fmt: skip
     layers = {row["what"] for row in found if row.get("bench") == "moe"}
     assert {"replica of MegaBlocks grouped dMoE", "spes-p2p auto, foreign in int8"} <= layers
