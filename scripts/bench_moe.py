@@ -272,7 +272,6 @@ def ours(
     for expert in range(shape.experts):
         for which in MATRICES:
             bank.load(expert, which, 0.02 * torch.randn(bank.shape_of(which), device=device))
-    bank.refresh()
     return bank
 
 

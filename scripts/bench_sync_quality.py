@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a codec, handing columns out less often, or holding foreign experts in few bits costs in loss, paired by seed.
+"""What a codec, handing columns out less often, or a setting that saves memory costs in loss, paired by seed.
 
     python scripts/bench_sync_quality.py                                # every codec, and pairs of periods
     python scripts/bench_sync_quality.py --only fp32 int8 "int8, 10 and 50" --seeds 5
 
 Real training and the real exchange of --peers peers in one process, on the in-memory network and the virtual clock.
 A row is a codec with H = 20 and columns handed out every round, or "CODEC, A and B": shared parameters every A steps,
-columns every B; with ", foreign KIND" every peer holds foreign experts as `model.foreign_dtype` says. Of each seed
+columns every B; what follows " with " are settings of every peer, KEY=VALUE. Of each seed
 (initial values and order of data) the held-out loss in the end is compared with that of fp32 at H = 20: the mean
 difference in percent, with its 95% interval over the seeds (Student's t). Bytes are what one peer sends in a whole run.
 """
@@ -42,7 +42,9 @@ REFERENCE = "fp32"
 ROWS = (
     "fp32", "bf16", "int8", "int4", "topk", "topk2",
     "fp32, 10 and 50", "fp32, 20 and 80", "fp32, 50 and 50",
-    "int8, 5 and 50", "int4, 5 and 50", "fp32, foreign int8", "fp32, foreign fp8", "fp32, foreign nf4",
+    "int8, 5 and 50", "int4, 5 and 50", "fp32 with model.foreign_dtype=int8", "fp32 with model.foreign_dtype=fp8",
+    "fp32 with model.foreign_dtype=nf4", "fp32 with optimizer.name=adamw8bit",
+    "fp32 with optimizer.name=adamw8bit optimizer.gradient_dtype=bf16",
 )  # fmt: skip
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """Two-sided 95% points of Student's t for so many seeds."""
@@ -72,12 +74,13 @@ def main() -> None:
                 found[row].append(result)
                 print(f"seed {seed}: {row:18} loss {result.loss:.4f} ({result.seconds:.0f} s)", flush=True)
     print(f"\n{arguments.config}: {arguments.peers} peers, {arguments.steps} steps, {arguments.seeds} seeds")
-    print(f"{'codec, periods':20}{'loss':>9}{'against fp32':>24}{'sent':>12}{'of fp32':>9}")
+    width = max(map(len, rows))
+    print(f"{'codec, periods':{width}}{'loss':>9}{'against fp32':>24}{'sent':>12}{'of fp32':>9}")
     base = mean(result.bytes_sent for result in found[REFERENCE])
     for row, results in found.items():
         sent = mean(result.bytes_sent for result in results)
         print(
-            f"{row:20}{mean(result.loss for result in results):9.4f}{_difference(results, found[REFERENCE]):>24}"
+            f"{row:{width}}{mean(result.loss for result in results):9.4f}{_difference(results, found[REFERENCE]):>24}"
             f"{bytes_text(sent):>12}{sent / base:9.1%}"
         )
 
@@ -112,7 +115,7 @@ def _run(config: Config, arguments: argparse.Namespace, folder: Path, device: to
 
 
 def _config(arguments: argparse.Namespace, row: str, seed: int, data: Path) -> Config:
-    row, _, foreign = row.partition(", foreign ")
+    row, _, settings = row.partition(" with ")
     codec, _, periods = row.partition(", ")
     shared, _, columns = (periods or "20 and 20").partition(" and ")
     if int(columns) % int(shared):
@@ -122,10 +125,10 @@ def _config(arguments: argparse.Namespace, row: str, seed: int, data: Path) -> C
         f"data.path={data}",
         f"run.seed={seed}",
         f"sync.codec={codec}",
-        f"model.foreign_dtype={foreign or 'compute'}",
         f"sync.steps_per_round={shared}",
         f"sync.expert_rounds={int(columns) // int(shared)}",
         f"swarm.min_peers={arguments.peers}",
+        *settings.split(),
         *arguments.overrides,
     ]
     return load_config(config_path(arguments.config), overrides)

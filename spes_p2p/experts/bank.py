@@ -2,9 +2,9 @@
 
 The store (stores.py) holds every expert in the compute dtype, or foreign ones alone and cheaper, outside the state_dict
 and outside DDP. The masters hold the owned experts in fp32: two parameters, `gate_up` and `down`, or none where nothing
-is owned. `refresh` tells the store of new masters after an optimizer step. Owned experts have the first slots, so that
-their rows are first after the sort, and the weight gradient of the owned experts alone is one product over the first
-`n_owned` group ends, with no host sync (mlp.py).
+is owned; where the store has half of their bits, they have memory only inside `masters_in_fp32` (masters.py). Owned
+experts have the first slots, so that their rows are first after the sort, and the weight gradient of the owned experts
+alone is one product over the first `n_owned` group ends, with no host sync (mlp.py).
 
 The world above knows three matrices an expert, as files name them; gate and up are the two halves of one here, so that
 one product serves both.
@@ -15,7 +15,8 @@ Leaves out: routing (model/router.py), kernels (backends.py), and who owns what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.dispatch import key_dtype
 from spes_p2p.experts.guests import MATRICES, Guests, Matrix
+from spes_p2p.experts.masters import halve, halves_of, take_out
 from spes_p2p.experts.mlp import Trained, experts_of
 from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
 
@@ -75,7 +77,10 @@ class ExpertBank(nn.Module):
         self.set_owned(owned)
 
     def master(self, part: Part) -> nn.Parameter | None:
-        """The fp32 master of one part, [O, out, in] in the order of `owned`, or None where nothing is owned."""
+        """The fp32 master of one part, [O, out, in] in the order of `owned`, or None where nothing is owned.
+
+        Its values are to be read and changed inside `masters_in_fp32`.
+        """
         return cast("nn.Parameter | None", getattr(self, part))
 
     def matrices(self, part: Part) -> Tensor:
@@ -122,16 +127,25 @@ class ExpertBank(nn.Module):
         self._reorder(owned)
         for part, master in masters.items():
             setattr(self, part, master)
+            if master is not None and isinstance(self.store, Dense) and self.dtype == torch.bfloat16:
+                halve(master, self.store.matrices(part)[: len(owned)])
 
     def _new_master(self, part: Part, owned: tuple[int, ...]) -> nn.Parameter | None:
         """With the values of the master or store of now."""
         if not owned:
             return None
-        new, old = torch.empty(len(owned), *self.shapes[part], device=self._slot_E.device), self.master(part)
+        new = torch.empty(len(owned), *self.shapes[part], device=self._slot_E.device)
         for at, expert in enumerate(owned):
-            slot = self.slot(expert)
-            new[at].copy_(self.store.read(part, slot) if old is None or expert not in self.owned else old[slot])
+            new[at].copy_(self._read(part, expert))
         return nn.Parameter(new)
+
+    def _read(self, part: Part, expert: int) -> Tensor:
+        """[out, in] of an expert, to be read: as its master has it, else as the store does."""
+        master, slot = self.master(part), self.slot(expert)
+        if master is None or expert not in self.owned:
+            return self.store.read(part, slot)
+        halves = halves_of(master)
+        return master.detach()[slot] if halves is None else halves.rows(slot).read()
 
     def _reorder(self, owned: tuple[int, ...]) -> None:
         experts = [*owned, *(expert for expert in range(self.num_experts) if expert not in owned)]
@@ -143,12 +157,22 @@ class ExpertBank(nn.Module):
         self._slot_E.copy_(torch.tensor(self._slots))
         self.owned = owned
 
+    @contextmanager
+    def masters_in_fp32(self) -> Iterator[None]:
+        """Inside, masters may be read and changed; the forward pass sees it afterwards. Not between it and backward."""
+        for part in PARTS:
+            if (master := self.master(part)) is not None:
+                take_out(master)
+        try:
+            yield
+        finally:
+            self.refresh()
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Shows the masters to the forward pass. Call it after every optimizer step, never before its backward."""
+        """Shows the masters to the forward pass, which `masters_in_fp32` does at its end."""
         for part in PARTS:
-            master = self.master(part)
-            if master is not None:
+            if (master := self.master(part)) is not None:
                 self.store.refresh(part, master)
 
     @torch.no_grad()
@@ -158,16 +182,18 @@ class ExpertBank(nn.Module):
         values = values.to(self._slot_E.device)
         self.store.write(part, self.slot(expert), rows, values)
         master = self.master(part)
-        if master is not None and expert in self.owned:
-            master[self.slot(expert), rows].copy_(values)
+        if master is None or expert not in self.owned:
+            return
+        place = self.slot(expert), rows
+        if halves := halves_of(master):
+            halves.rows(place).write(values)
+        else:
+            master[place].copy_(values)
 
     def read(self, expert: int, which: Matrix) -> Tensor:
-        """One matrix [out, in] of one expert: a view of the fp32 master when owned, else what the store holds."""
+        """One matrix [out, in] of one expert, to be read: as its fp32 master has it when owned, else as the store."""
         part, rows = self.rows_of(which)
-        master = self.master(part)
-        if master is None or expert not in self.owned:
-            return self.store.read(part, self.slot(expert))[rows]
-        return master.detach()[self.slot(expert), rows]
+        return self._read(part, expert)[rows]
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """y_TD = sum over k of weight[t, k] * expert[t, k](x[t]), in the compute dtype; no token is dropped."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import first_line
+from spes_p2p.experts.masters import halves_of, nearest_bf16, put_away
 from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.quantise import Quantised, dequantise, empty, quantise
 
@@ -41,8 +42,8 @@ class Store(Protocol):
         """A foreign expert's matrix [out, in] in the compute dtype, to be read."""
         ...
 
-    def refresh(self, part: Part, masters: Tensor) -> None:
-        """The masters have changed."""
+    def refresh(self, part: Part, masters: nn.Parameter) -> None:
+        """The masters have changed; where half of their bits lie here, their memory is no longer needed."""
         ...
 
     def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
@@ -104,13 +105,17 @@ class Dense(nn.Module):
         return cast(Tensor, getattr(self, part))
 
     def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
-        self.matrices(part)[slot, rows].copy_(values)
+        target = self.matrices(part)[slot, rows]
+        target.copy_(nearest_bf16(values) if target.dtype == torch.bfloat16 else values)
 
     def read(self, part: Part, slot: int) -> Tensor:
         return self.matrices(part)[slot]
 
-    def refresh(self, part: Part, masters: Tensor) -> None:
-        self.matrices(part)[: len(masters)].copy_(masters)
+    def refresh(self, part: Part, masters: nn.Parameter) -> None:
+        if halves_of(masters) is None:
+            self.matrices(part)[: len(masters)].copy_(masters)
+        else:
+            put_away(masters)
 
     def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
         for part in PARTS:
@@ -195,7 +200,7 @@ class QuantizedStore(nn.Module):
         self._fill(out, tuple(tensor[slot - self._num_owned] for tensor in self._foreign[part]))
         return out.to(self._like.device)
 
-    def refresh(self, part: Part, masters: Tensor) -> None:
+    def refresh(self, part: Part, masters: nn.Parameter) -> None:
         self._put_together_anew(part)
 
     def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:

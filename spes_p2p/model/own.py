@@ -8,6 +8,7 @@ whoever gives it (interop/own.py). Columns that this peer does not own get no gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -43,8 +44,12 @@ class OwnModel(nn.Module):
             for name in names:
                 self.module.get_parameter(name).requires_grad_(block == 0 or block - 1 in self._owned)
 
+    def masters_in_fp32(self) -> AbstractContextManager[None]:
+        """Nothing to do: the parameters that are stepped are those that compute."""
+        return nullcontext()
+
     def refresh(self) -> None:
-        """Nothing: the parameters that are stepped are those that compute."""
+        """Nothing to do for the same reason."""
 
     def parameters_of(self, block: int) -> dict[str, nn.Parameter]:
         """The parameters of a block, by name, in the order of the state."""

@@ -53,7 +53,7 @@ def guest_parameters(model: Transformer) -> list[nn.Parameter]:
 
 
 def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
-    """The fp32 masters [O, out, in] of the owned experts, by layer and part (gate_up, down); none if none is owned."""
+    """The masters [O, out, in] of the owned experts, by layer and part (gate_up, down); see ExpertBank.master."""
     for bank in model.banks:
         for part in PARTS:
             master = bank.master(part)
@@ -62,12 +62,12 @@ def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
 
 
 def expert_matrix(model: Transformer, layer: int, expert: int, which: Matrix) -> Tensor:
-    """One matrix [out, in] without gradient: a view of the fp32 master if owned, else what the bank holds."""
+    """One matrix [out, in] without gradient, to be read: as the fp32 master has it if owned, else as the bank."""
     return model.banks[layer].read(expert, which)
 
 
 def place(model: Transformer, where: Place) -> Tensor:
-    """The tensor at a place without gradient, as a view unless it is a foreign expert."""
+    """The tensor at a place without gradient, as a view unless it is an expert's."""
     if isinstance(where, ExpertPlace):
         return expert_matrix(model, where.layer, where.expert, where.which)
     return model.get_parameter(where.parameter).detach()

@@ -8,7 +8,8 @@ Legend: B sequences, S positions, N counted positions of all sequences, D d_mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -142,8 +143,16 @@ class Transformer(nn.Module):
             if bank.guests is not None:
                 bank.guests.active = active
 
+    @contextmanager
+    def masters_in_fp32(self) -> Iterator[None]:
+        """Those of all banks at once (see ExpertBank.masters_in_fp32), which takes as much memory."""
+        with ExitStack() as stack:
+            for bank in self.banks:
+                stack.enter_context(bank.masters_in_fp32())
+            yield
+
     def refresh(self) -> None:
-        """Makes the forward pass see the masters: call it after every optimizer step."""
+        """Makes the forward pass see masters that were changed elsewhere, by other ranks."""
         for bank in self.banks:
             bank.refresh()
 

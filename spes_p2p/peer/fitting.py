@@ -10,6 +10,7 @@ import torch
 
 from spes_p2p.config.load import parse_override
 from spes_p2p.config.schema import Config
+from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.planning import search
 from spes_p2p.planning.budget import Device, fitted, most_with_options
@@ -29,7 +30,7 @@ def measure(device: torch.device, ranks: int, cards: Sequence[int] = ()) -> Devi
     is_gpu = device.type == "cuda"
     devices = [torch.device("cuda", number) for number in cards] or [device]
     free, total = min(map(free_and_total_bytes, devices))
-    return Device(free if is_gpu else free // ranks, total, ranks, is_gpu)
+    return Device(free if is_gpu else free // ranks, total, ranks, is_gpu, half_dtype(device) == torch.bfloat16)
 
 
 def measure_ranks(device: torch.device, ranks: Ranks) -> Device:
@@ -38,7 +39,8 @@ def measure_ranks(device: torch.device, ranks: Ranks) -> Device:
         return measure(device, 1)
     free, total = least_memory(ranks)
     is_gpu = device.type == "cuda"
-    return Device(free if is_gpu else free // ranks.world_size, total, ranks.world_size, is_gpu)
+    own, is_bf16 = free if is_gpu else free // ranks.world_size, half_dtype(device) == torch.bfloat16
+    return Device(own, total, ranks.world_size, is_gpu, is_bf16)
 
 
 def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Config, str]:

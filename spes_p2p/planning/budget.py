@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from spes_p2p.config.schema import Config
-from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, predict, trained_value_bytes
+from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, column_value_bytes, predict
 from spes_p2p.planning.options import KEYS, Options
 from spes_p2p.planning.search import Search, most_columns, search, with_largest_micro_batch
 from spes_p2p.planning.units import gib_text
@@ -28,13 +28,16 @@ class Device:
     total_bytes: int
     ranks: int = 1
     is_gpu: bool = True
+    is_bf16: bool = True
+    """What a GPU computes in; else it is fp16."""
 
     @property
     def usable_bytes(self) -> int:
         return self.free_bytes - round(MARGIN_SHARE * self.total_bytes)
 
     def workload(self, config: Config, owned: int) -> Workload:
-        return replace(Workload.of(config, owned, ranks=self.ranks), compute_bytes=2 if self.is_gpu else 4)
+        work = Workload.of(config, owned, ranks=self.ranks)
+        return replace(work, compute_bytes=2 if self.is_gpu else 4, is_bf16=self.is_bf16)
 
     @property
     def paid_bytes(self) -> int:
@@ -99,4 +102,4 @@ def columns_by_experience(
 ) -> int:
     """Columns that there is memory for, where training `owned` of them left `spare_bytes` at its peak."""
     room = spare_bytes - round(FRAGMENT_SHARE * total_bytes)
-    return owned + max(0, int(room // (column_values * trained_value_bytes(options or Options(), ranks))))
+    return owned + max(0, int(room // (column_values * column_value_bytes(options or Options(), ranks))))

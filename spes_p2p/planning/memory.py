@@ -84,6 +84,8 @@ class Workload:
     ranks: int = 1
     compute_bytes: int = 2
     """4 on a CPU."""
+    is_bf16: bool = True
+    """Not on a CPU, which computes in fp32, nor on GPUs that compute in fp16."""
 
     @classmethod
     def of(cls, config: Config, owned: int, options: Options | None = None, ranks: int = 1) -> Workload:
@@ -106,6 +108,11 @@ class Workload:
     def adds_in_place(self) -> bool:
         """Whether gradients of experts, head and embedding are added where they are kept: in fp32, by one rank."""
         return self.ranks == 1 and self.options.gradient_dtype == "fp32"
+
+    @property
+    def master_bytes(self) -> int:
+        """Of an owned expert's value beside the bank: fp32, or the half that the bank does not have."""
+        return 2 if self.is_bf16 and self.compute_bytes == 2 and not _is_thrifty(self.options) else 4
 
     @property
     def shares(self) -> int:
@@ -146,15 +153,16 @@ def state_bytes(work: Workload) -> int:
     """Weights, masters, moments and gradients alone: what depends on neither batch nor sequence."""
     sizes = Sizes.of(work.model)
     values = sizes.trained(work.owned)
-    trained = 4 * values + GRADIENT_BYTES[work.options.gradient_dtype] * values // work.shares
+    trained = 4 * sizes.shared + work.master_bytes * work.owned * sizes.column
+    trained += GRADIENT_BYTES[work.options.gradient_dtype] * values // work.shares
     thin = GRADIENT_BYTES[work.options.gradient_dtype] * sizes.num_experts * sizes.coordinates
     return trained + _optimizer_bytes(work) + bank_bytes(work) + guest_bytes(work) + thin
 
 
-def trained_value_bytes(options: Options, ranks: int = 1) -> float:
-    """Of each value that is trained: master, gradient, moments."""
-    shares = ranks if options.sharding == "zero2" else 1
-    return 4 + (GRADIENT_BYTES[options.gradient_dtype] + OPTIMIZER_BYTES[options.optimizer]) / shares
+def column_value_bytes(options: Options, ranks: int = 1) -> float:
+    """Of each value of a column that is trained on a GPU in bf16: master, gradient, moments."""
+    shares, master = ranks if options.sharding == "zero2" else 1, 4 if _is_thrifty(options) else 2
+    return master + (GRADIENT_BYTES[options.gradient_dtype] + OPTIMIZER_BYTES[options.optimizer]) / shares
 
 
 def bank_bytes(work: Workload) -> int:
@@ -208,7 +216,7 @@ def _held(work: Workload) -> dict[str, int]:
     return {
         SHARED: 4 * sizes.shared,
         BANK: bank_bytes(work),
-        MASTERS: 4 * work.owned * sizes.column,
+        MASTERS: work.master_bytes * work.owned * sizes.column,
         OPTIMIZER: _optimizer_bytes(work),
         GUESTS: guest_bytes(work),
         BUFFERS: (WORKSPACE_BYTES if work.compute_bytes == 2 else 0) + documents_bytes(work),
@@ -301,14 +309,16 @@ def _rounded(work: Workload, values: int) -> int:
 def _update_bytes(work: Workload, gradient: int, trained: int) -> int:
     """What a step makes on the way: gradients in fp32; for Muon all that it orthogonalises, and a stack five times.
 
-    Or, when it is made, one matrix of a layer's masters in the order in which ranks fetch its rows.
+    Beside it, a layer's masters where they are halved. Or, when it is made, one matrix of these in the order in which
+    ranks fetch its rows.
     """
     sizes = Sizes.of(work.model)
+    whole = 4 * work.owned * sizes.expert if work.master_bytes == 2 else 0
     if work.options.optimizer != "muon":
         fetched = 8 * work.owned * sizes.expert // 3 if work.shares > 1 else 0
-        return max(fetched, 0 if gradient == 4 else 4 * min(PIECE_VALUES, trained))
-    matrices = sizes.attention + work.owned * sizes.column
-    return 4 * (matrices + 5 * min(STACK_VALUES, matrices))
+        return max(fetched, whole + (0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)))
+    matrices = max(sizes.attention, sizes.expert)  # those of experts one expert after the other
+    return whole + 4 * (matrices + 5 * min(STACK_VALUES, matrices))
 
 
 def _copied_bytes(work: Workload) -> int:

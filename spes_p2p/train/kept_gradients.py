@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.experts.gradients import add_in_bf16, add_rounded
+from spes_p2p.experts.masters import tensors_of
 from spes_p2p.train.moment_store import Stored, cut, form_of, stored_shapes
 
 if TYPE_CHECKING:
@@ -207,8 +208,8 @@ class KeptGradients(nn.Module):
             return
         import torch.distributed as dist
 
-        for parameter in self._dealt:
-            parts = [_rows(parameter.detach(), self._share, rank) for rank in range(self._share.of)]
+        for values in (tensor for parameter in self._dealt for tensor in tensors_of(parameter)):
+            parts = [_rows(values, self._share, rank) for rank in range(self._share.of)]
             sent = [part.contiguous() for part in parts]
             filled = [(rank, part) for rank, part in enumerate(sent) if part.numel()]
             works = [dist.broadcast(part, rank, group=self._ranks.group, async_op=True) for rank, part in filled]

@@ -24,7 +24,7 @@ class Held:
     model: int
     """Bytes of everything that a forward pass needs, trained values included."""
     trained: int
-    """Values that are trained, in fp32."""
+    """Bytes of the values that are trained."""
     gradients: int
     """Bytes of the gradients in the last step; they are freed after each step."""
     moments: int

@@ -9,7 +9,7 @@ arXiv 2502.16982. For each matrix W [m, n] with gradient G:
 
 The factor makes a step about as large as one of AdamW, so that both take the same learning rate. Of state there is M
 alone: 4 bytes a value instead of 8. The matrices of a step that have one shape are orthogonalised as one stack, in bf16
-on CUDA: all experts' gate and up are, and all their down projections.
+on CUDA: gate and up of an expert are, and those of attention in all layers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The masters of a bank are one parameter [O, out, in] for all owned experts, but 
 a column that was adopted later needs its own. So the optimizer gets the rows: leaf tensors that share storage with the
 masters, and whose gradients are views of the masters' gradients. One parameter group a column, so that each has its own
 learning-rate ramp. Moments stay with a column for as long as it is owned; they are never averaged (SPES). How they are
-kept is the business of moment_store.py.
+kept is the business of moment_store.py. A step goes from bank to bank, since masters may take memory that is there for
+one at a time alone (experts/masters.py).
 
 Where the ranks of a peer share the work (kept_gradients.py), this one steps its rows of each tensor alone, and has
 moments of those.
@@ -15,7 +16,7 @@ decay and no ramp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 
 from spes_p2p.config.schema import OptimizerConfig
 from spes_p2p.errors import ConfigError
+from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.guests import MATRICES
+from spes_p2p.experts.masters import halves_of
 from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.own import OwnModel
-from spes_p2p.model.params import masters_of, named_shared
+from spes_p2p.model.params import named_shared
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.train.kept_gradients import ALL_ROWS, Share
 from spes_p2p.train.moment_store import (
@@ -75,6 +78,7 @@ class Optimizer:
         """What is trained in columns of others, for those that have a basis."""
         self._masters: dict[int, tuple[nn.Parameter, int]] = {}
         """Where a row's gradient is, by the row's id: in that of its master."""
+        self._banks: tuple[ExpertBank, ...] = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -98,7 +102,8 @@ class Optimizer:
             for parameter in model.parameters():
                 parameter.grad_dtype = self._gradient_dtype
         before = self._groups if keep_moments else {}
-        rows = list(_rows(model)) if isinstance(model, Transformer) else []
+        self._banks = model.banks if isinstance(model, Transformer) else ()
+        rows = list(_rows(self._banks))
         self._masters = {id(row): (master, index) for row, master, index in rows}
         self._groups = {}
         groups = _tensors(model, rows) if isinstance(model, Transformer) else _tensors_of_own(model)
@@ -153,32 +158,61 @@ class Optimizer:
 
     def reserve(self) -> None:
         """Makes the moments that the next step would make."""
-        for group in (*self.groups, *self._guests.values()):
-            for name, parameter in group.tensors.items():
-                self._moments(group, name, parameter)
+
+        def make(group: Group, names: list[str]) -> None:
+            for name in names:
+                self._moments(group, name)
+
+        self._from_bank_to_bank(make)
+
+    def values(self, group: Group, name: str) -> dict[str, Tensor]:
+        """The very tensors that hold one's values: `value` in fp32, or `upper` and `lower` (experts/masters.py)."""
+        parameter = group.tensors[name]
+        master, index = self._masters.get(id(parameter), (parameter, ...))
+        halves = halves_of(master)
+        if halves is None:
+            return {"value": parameter.detach()}
+        return {"upper": halves.rows(index).upper, "lower": halves.rows(index).lower}
 
     @torch.no_grad()
     def step(self, lr: float, gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
         """One step with the gradients that the parameters of the model have, or those of this rank's rows."""
-        gradient_of = gradient_of or _own_gradient
-        for group in (*self.groups, *self._guests.values()):
+
+        def step(group: Group, names: list[str]) -> None:
             own = lr * ramp(group.steps) if group.ramped else lr
             kind = self._guest_kind if group.is_guest else self._kind
-            kind.update(self._pieces(group, gradient_of), group.steps, own)
+            kind.update(self._pieces(group, names, gradient_of or _own_gradient), group.steps, own)
+
+        self._from_bank_to_bank(step)
+        for group in (*self.groups, *self._guests.values()):
             group.steps += 1
 
-    def _pieces(self, group: Group, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> list[Piece]:
+    def _from_bank_to_bank(self, act: Callable[[Group, list[str]], None]) -> None:
+        """Acts on all tensors of all groups, those of owned experts in a bank at a time, while its masters are fp32."""
+        for group in (*self.groups, *self._guests.values()):
+            if group.column is None or group.is_guest or not self._banks:
+                act(group, list(group.tensors))
+        for layer, bank in enumerate(self._banks):
+            with bank.masters_in_fp32():
+                for column in bank.owned:
+                    act(self._groups[column], [f"layers.{layer}.{part}" for part in PARTS])
+
+    def _pieces(
+        self, group: Group, names: list[str], gradient_of: Callable[[nn.Parameter], Tensor | None]
+    ) -> list[Piece]:
         pieces = []
-        for name, parameter in group.tensors.items():
+        for name in names:
+            parameter = group.tensors[name]
             whole, index = self._masters.get(id(parameter), (parameter, ...))
             gradient, values = gradient_of(whole), self._own(group, parameter)
             if gradient is not None and values.numel():
-                moments, matrices = self._moments(group, name, parameter), _matrices_in(group, name, parameter)
+                moments, matrices = self._moments(group, name), _matrices_in(group, name, parameter)
                 pieces.append(Piece(values, gradient[index], moments, matrices))
         return pieces
 
-    def _moments(self, group: Group, name: str, parameter: nn.Parameter) -> Stored:
+    def _moments(self, group: Group, name: str) -> Stored:
         if name not in group.moments:
+            parameter = group.tensors[name]
             kind, values = self._kind_of(group, parameter), self._own(group, parameter)
             group.moments[name] = kind.fresh(values, _matrices_in(group, name, parameter))
         return group.moments[name]
@@ -250,11 +284,14 @@ def _gradient_dtype(config: OptimizerConfig) -> torch.dtype:
     return torch.bfloat16 if config.gradient_dtype == "bf16" else torch.float32
 
 
-def _rows(model: Transformer) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+def _rows(banks: Iterable[ExpertBank]) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
     """(row, master, index) by layer, matrix, owned column."""
-    for master in masters_of(model):
-        for index in range(master.shape[0]):
-            yield nn.Parameter(master.detach()[index]), master, index
+    for bank in banks:
+        with bank.masters_in_fp32():
+            masters = [master for part in PARTS if (master := bank.master(part)) is not None]
+            for master in masters:
+                for index in range(len(master)):
+                    yield nn.Parameter(master.detach()[index]), master, index
 
 
 def _tensors_of_own(model: OwnModel) -> Iterator[tuple[int | None, dict[str, nn.Parameter]]]:

@@ -60,7 +60,7 @@ def _tensors(root: object, device: torch.device) -> Iterator[Tensor]:
         if isinstance(one, Tensor):
             if one.device.type == device.type:
                 yield one
-            waiting.append(one.grad if one.is_leaf else None)
+            waiting += one.grad if one.is_leaf else None, vars(one)  # with the halves of a master
         elif isinstance(one, dict):
             waiting.extend(one.values())
         elif isinstance(one, (list, tuple)):

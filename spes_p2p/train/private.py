@@ -4,7 +4,7 @@
 one after the other takes no memory; it is the same at every rank, but for moments that the ranks share
 (kept_gradients.py): rank 0 gets these in host memory. `load_private_state` takes a tree back, on rank 0 from the tree
 and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which must have been
-adopted first. Moments are saved as they are kept; a peer that keeps them otherwise turns them.
+adopted first. Values and moments are saved as they are kept; a peer that keeps them otherwise turns them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.errors import CheckpointError
+from spes_p2p.experts.masters import Halves
 from spes_p2p.ids import Hash
 from spes_p2p.train.ddp import broadcast_array
 from spes_p2p.train.guests import SavedGuest
@@ -24,6 +25,8 @@ from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
 FORMAT = 2
+HALVES = "upper", "lower"
+"""Of values that are kept so (experts/masters.py), in the place of `value`."""
 _FIX = "remove this checkpoint: the peer continues from an older one, or with fresh optimizer moments"
 
 
@@ -60,25 +63,29 @@ def outline(trainer: RankTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
 def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
     """Takes over a saved tree: `plain` is its outline, at every rank; `state` the tree itself, on rank 0 alone."""
     trainer.set_owned(tuple(plain["owned"]), keep_moments=False, ramp_fresh=False)
+    with trainer.model.masters_in_fp32():
+        _load_groups(trainer, plain, state)
+    if trainer.guests is not None:
+        saved_guests = [None] * len(plain["guests"]) if state is None else state.get("guests", ())
+        pairs = zip(plain["guests"], saved_guests, strict=True)
+        trainer.guests.restore({guest["column"]: _received_guest(trainer, guest, own) for guest, own in pairs})
+    trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
+    if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
+        restore_random_state(trainer.ranks.device, state["rng"])
+
+
+def _load_groups(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
     for index, group in enumerate(trainer.optimizer.groups):
         saved, tensors = plain["groups"][index], None if state is None else state["groups"][index]["tensors"]
         moments: dict[str, Stored] = {}
         for name, parameter in group.tensors.items():
             entry = None if tensors is None else tensors[name]
-            parameter.detach().copy_(_received(trainer, entry, "value", parameter.shape, torch.float32))
+            parameter.detach().copy_(_received_values(trainer, entry, parameter.shape, name in saved["halved"]))
             if saved["steps"]:
                 shapes = stored_shapes(parameter.shape, saved["forms"][name])
                 whole = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
                 moments[name] = trainer.optimizer.kept(group, name, whole)
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
-    if trainer.guests is not None:
-        saved_guests = [None] * len(plain["guests"]) if state is None else state.get("guests", ())
-        pairs = zip(plain["guests"], saved_guests, strict=True)
-        trainer.guests.restore({guest["column"]: _received_guest(trainer, guest, own) for guest, own in pairs})
-    trainer.model.refresh()
-    trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
-    if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
-        restore_random_state(trainer.ranks.device, state["rng"])
 
 
 def _saved_guests(trainer: RankTrainer) -> dict[int, SavedGuest]:
@@ -119,15 +126,25 @@ def _received_guest(trainer: RankTrainer, plain: Mapping[str, Any], guest: Mappi
 
 def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:
     forms = {name: form_of(entry) for name, entry in group["tensors"].items()}
-    return {**{key: group[key] for key in ("column", "ramped", "steps")}, "forms": forms}
+    halved = [name for name, entry in group["tensors"].items() if "upper" in entry]
+    return {**{key: group[key] for key in ("column", "ramped", "steps")}, "forms": forms, "halved": halved}
 
 
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
     tensors = {
-        name: {"value": parameter.detach(), **(trainer.whole_moments(group, name) if name in group.moments else {})}
-        for name, parameter in group.tensors.items()
+        name: trainer.optimizer.values(group, name)
+        | (trainer.whole_moments(group, name) if name in group.moments else {})
+        for name in group.tensors
     }
     return {"column": group.column, "ramped": group.ramped, "steps": group.steps, "tensors": tensors}
+
+
+def _received_values(
+    trainer: RankTrainer, entry: Mapping[str, Tensor] | None, shape: torch.Size, are_halved: bool
+) -> Tensor:
+    if not are_halved:
+        return _received(trainer, entry, "value", shape, torch.float32)
+    return Halves(*(_received(trainer, entry, key, shape, torch.int16) for key in HALVES)).read()
 
 
 def _received(
@@ -149,7 +166,9 @@ def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
         for name, shape in shapes.items():
             entry = group["tensors"][name]
             kept = stored_shapes(shape, form_of(entry)) if group["steps"] else {}
-            for key, (own, dtype) in {"value": (shape, torch.float32), **kept}.items():
+            values = dict.fromkeys(HALVES, torch.int16) if "upper" in entry else {"value": torch.float32}
+            wanted_of = {key: (shape, dtype) for key, dtype in values.items()} | kept
+            for key, (own, dtype) in wanted_of.items():
                 _check_tensor(f"{name}/{key}", entry[key], own, dtype)
 
 

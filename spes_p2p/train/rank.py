@@ -298,10 +298,11 @@ class RankTrainer:
         return self.trained.read_block(block)
 
     def trained_tensors(self) -> Iterator[tuple[Group, str, Tensor]]:
-        """(group, name, values) of everything that is trained, the same order at every rank."""
+        """(group, name, what holds its values, or half of them) of all that is trained, the same at every rank."""
         for group in self.optimizer.groups:
-            for name, parameter in group.tensors.items():
-                yield group, name, parameter.detach()
+            for name in group.tensors:
+                for values in self.optimizer.values(group, name).values():
+                    yield group, name, values
 
     def _update(self, forward: nn.Module, norm: float, lr: float) -> None:
         self.is_updating = True
@@ -310,9 +311,9 @@ class RankTrainer:
         if isinstance(forward, KeptGradients):
             self.optimizer.step(lr, forward.gradient)
             forward.fetch()
+            self.model.refresh()
         else:
             self.optimizer.step(lr)
-        self.model.refresh()
         self.round_steps += 1
         self.is_updating = False
 
@@ -346,9 +347,11 @@ def totals_of(
 
 def held_by(rank: RankTrainer) -> Held:
     """What the tensors of a rank take."""
-    trained = sum(values.nbytes for _, _, values in rank.trained_tensors())
-    tensors = [*rank.model.parameters(), *rank.model.buffers()]
-    return Held(sum(one.nbytes for one in tensors), trained, rank.gradient_bytes, rank.optimizer.nbytes)
+    trained = [values for _, _, values in rank.trained_tensors()]
+    every = (*rank.model.parameters(), *rank.model.buffers(), *trained)
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in every}
+    size = sum(values.nbytes for values in trained)
+    return Held(sum(storages.values()), size, rank.gradient_bytes, rank.optimizer.nbytes)
 
 
 def value_hashes(rank: RankTrainer) -> list[str]:

@@ -170,7 +170,6 @@ def run_layers(banks: list[ExpertBank], x_TD: Tensor, expert_TK: Tensor, weight_
 
 
 def check(bank: ExpertBank, kind: str, tokens: int) -> None:
-    bank.refresh()
     tolerance, width = TOLERANCE[bank.dtype], bank.shape_of("gate")[1]
     torch.manual_seed(3)
     inputs = torch.randn(tokens, width), routing(kind, tokens), torch.rand(tokens, TOP_K)
@@ -208,14 +207,13 @@ def test_the_bank_is_no_parameter_and_not_in_the_state_dict() -> None:
     assert not list(make_bank((), Eager()).parameters())
 
 
-def test_refresh_shows_the_masters_to_the_forward_pass() -> None:
-    bank = make_bank((1, 4), Eager())
-    master = bank.master("gate_up")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forward_pass_sees_what_was_done_to_the_masters(dtype: torch.dtype) -> None:
+    bank = make_bank((1, 4), Eager(), dtype=dtype)
+    master, before = bank.master("gate_up"), bank.matrices("gate_up").clone()
     assert master is not None
-    with torch.no_grad():
+    with bank.masters_in_fp32(), torch.no_grad():
         master[1] += 1.0
-    before = bank.matrices("gate_up").clone()
-    bank.refresh()
     changed = (bank.matrices("gate_up") != before).flatten(1).any(1)
     assert changed.tolist() == [slot == bank.slot(4) for slot in range(E)]
 
@@ -227,9 +225,8 @@ def test_owned_experts_are_read_from_their_masters(foreign: ForeignDtype) -> Non
         for part in PARTS:
             master = bank.master(part)
             assert master is not None
-            with torch.no_grad():
+            with bank.masters_in_fp32(), torch.no_grad():
                 master.add_(change)
-            bank.refresh()
             whole = bank.matrices(part)
             assert not whole.requires_grad
             assert torch.equal(whole[:2], master.bfloat16())
@@ -257,9 +254,7 @@ def assert_slots_agree(bank: ExpertBank) -> None:
 
 def test_set_owned_keeps_a_masters_fp32_values_and_does_nothing_twice() -> None:
     bank = make_bank((1, 4), Eager(), dtype=torch.bfloat16)
-    master = bank.master("gate_up")
-    assert master is not None
-    fine = master[1, :FFN].detach().clone()
+    master, fine = bank.master("gate_up"), bank.read(4, "gate").clone()
     assert not torch.equal(fine, fine.bfloat16().float())
     bank.set_owned((1, 4))
     assert bank.master("gate_up") is master

@@ -82,11 +82,11 @@ def test_what_fits_in_no_way_is_said_and_left_to_the_person() -> None:
 
 
 def test_what_training_left_at_its_peak_is_for_more_columns() -> None:
-    column = 10**6 * 16
+    column = 10**6 * 14  # half a master, gradient, moments
     assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6) == 5
     assert columns_by_experience(3, 10**9, 160 * 10**9, 10**6) == 3  # what was trained does fit
     lean = Options(gradient_dtype="bf16", optimizer="adamw8bit")
-    assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6, lean) == 6
+    assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6, lean) == 7
 
 
 def test_what_ranks_need_to_talk_was_not_paid_when_memory_was_measured() -> None:
