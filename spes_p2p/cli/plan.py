@@ -187,7 +187,7 @@ def _memory_table(found: Answer) -> Table:
     what = {
         "shared parameters": "fp32, and copies for matrix products",
         "bank": f"all {config.model.num_experts} experts of each layer, read-only",
-        "masters": "owned experts in fp32",
+        "masters": "fp32 beyond the bank, of owned experts",
         "gradients": "of trained parameters",
         "optimizer": "moments of trained parameters",
         "guests": "what is trained in others' experts, with moments",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spes_p2p.planning.budget import MARGIN_SHARE, Device, columns_by_experience, columns_that_fit, fitted
-from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, predict
+from spes_p2p.planning.memory import CONTEXT_BYTES, MASTERS, Workload, predict
 from spes_p2p.planning.options import Options
+from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.units import GIB
 from tests.planning.runs import run_named
 
@@ -31,6 +34,12 @@ def test_a_cpu_computes_in_fp32() -> None:
     tiny = run_named("tiny")
     assert columns_that_fit(tiny, Device(GIB, GIB, is_gpu=False)) == tiny.model.num_experts
     assert columns_that_fit(tiny, Device(2**20, 2**20, is_gpu=False)) == 0
+
+
+def test_a_gpu_that_computes_in_fp16_has_whole_masters_beside_its_copies() -> None:
+    old = replace(gpu(80), is_bf16=False)
+    parts = [predict(device.workload(SEVEN, 8)).parts[MASTERS] for device in (gpu(80), old)]
+    assert parts == [2 * 8 * Sizes.of(SEVEN.model).column, 4 * 8 * Sizes.of(SEVEN.model).column]
 
 
 BY_HAND = ("optimizer.micro_batch_sequences", "model.activation_checkpointing")
