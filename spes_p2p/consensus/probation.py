@@ -86,7 +86,13 @@ class _Pool:
         return [one for one in (self.able if peer in self._is_public else self._public) if one != peer]
 
     def is_enough_for(self, peer: PeerId) -> bool:
-        return len(self.of(peer)) >= FEWEST_AUDITORS
+        able = self.able if peer in self._is_public else self._public
+        return len(able) - (peer in able) >= FEWEST_AUDITORS
+
+
+def drawn_auditors(rules: RunRules, manifest: Manifest) -> dict[PeerId, tuple[PeerId, ...]]:
+    """Of each peer whose work `manifest` counts and that is audited, who does that."""
+    return {entry.peer: auditors_of(manifest, entry.peer) for entry in drawn_work(rules, manifest)}
 
 
 def _affordable(rules: RunRules, manifest: Manifest, auditors: int) -> float:

@@ -181,8 +181,8 @@ class RoundState:
     `refused` those that do not follow from the tip, or name tiles that no mean gives.
     `drawn` and `doubted` are slices of the plan that we make again, `auditing` the report that we are at, `audited`
     what is done. `accusations`: by reports, who says that they are false; `barred`: reducers of whom we know it.
-    `to_audit` is whose work we were drawn to look at and have not, `at_work_of` whose we are at; `verdicts`: by whose
-    work, what each of its auditors says.
+    `auditors`: by whose work, who was drawn to look at it; `to_audit` is what of it we have not looked at yet,
+    `at_work_of` whose we are at; `verdicts`: by whose work, what each of its auditors says.
     `trying` are columns that are tried here, `tried` names those that were, and `harmful` some of these.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     `here_since`, `ready_since`, `staged_since`, `contents_since`: since when that is known (see `note_time`). `owed`
@@ -222,6 +222,7 @@ class RoundState:
     audited: set[Hash] = field(default_factory=set)
     accusations: dict[Hash, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
     barred: set[PeerId] = field(default_factory=set)
+    auditors: dict[PeerId, tuple[PeerId, ...]] = field(default_factory=dict)
     to_audit: tuple[Contribution, ...] = ()
     at_work_of: Contribution | None = None
     verdicts: dict[PeerId, dict[PeerId, Signed[Verdict]]] = field(default_factory=dict)

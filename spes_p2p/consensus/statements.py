@@ -9,7 +9,7 @@ signed of the learning rate (`DecayOrder`) is taken up once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
 from spes_p2p.consensus.electorate import Electorate, Faults
@@ -48,7 +48,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Verdict,
 )
-from spes_p2p.consensus.probation import auditors_of, drawn_work, outcome_of
+from spes_p2p.consensus.probation import drawn_auditors, outcome_of
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
 from spes_p2p.consensus.standing import failed_too_often, findings_of
 from spes_p2p.errors import RemoteProtocolError
@@ -203,9 +203,11 @@ def audited_after(
     rules: RunRules, parent: Manifest, verdicts: Iterable[Signed[Verdict]]
 ) -> tuple[tuple[Audited, ...], tuple[Signed[Verdict], ...]]:
     """(what came of auditing the work that `parent` counts, by whose word)."""
+    verdicts = tuple(verdicts)
     said: dict[PeerId, dict[PeerId, Signed[Verdict]]] = {}
+    auditors = drawn_auditors(rules, parent) if verdicts else {}
     for signed in verdicts:
-        if is_of_auditor(rules, parent, signed):
+        if is_of_auditor(rules, parent, auditors, signed):
             said.setdefault(signed.value.peer, {})[signed.author] = signed
     found: list[Audited] = []
     proven: list[Signed[Verdict]] = []
@@ -217,14 +219,15 @@ def audited_after(
     return tuple(found), tuple(proven)
 
 
-def is_of_auditor(rules: RunRules, parent: Manifest, signed: Signed[Verdict]) -> bool:
-    """Whether its author was drawn to say this of work that `parent` counts."""
+def is_of_auditor(
+    rules: RunRules, parent: Manifest, auditors: Mapping[PeerId, Collection[PeerId]], signed: Signed[Verdict]
+) -> bool:
+    """Whether its author was drawn to say this of work that `parent` counts. `auditors`: by `drawn_auditors`."""
     verdict = signed.value
     fits = (verdict.fingerprint, verdict.parent) == (rules.fingerprint, manifest_hash(parent))
     if not fits or verdict.finding not in (PASSED, FAILED, WITHHELD):
         return False
-    drawn = {entry.peer for entry in drawn_work(rules, parent)}
-    return verdict.peer in drawn and signed.author in auditors_of(parent, verdict.peer)
+    return signed.author in auditors.get(verdict.peer, ())
 
 
 def vouched_after(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from spes_p2p.consensus.actions import AuditWork
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.messages import Signed, Verdict
-from spes_p2p.consensus.probation import auditors_of, drawn_work
+from spes_p2p.consensus.probation import drawn_auditors
 from spes_p2p.consensus.state import State
 from spes_p2p.consensus.statements import is_of_auditor
 
@@ -22,8 +22,8 @@ class WorkAudits:
     def enter(self) -> None:
         """A new tip has drawn whose work is looked at."""
         tip = self._state.tip
-        drawn = drawn_work(self._state.rules, tip) if self._state.rules.audited_work else ()
-        self._state.round.to_audit = tuple(e for e in drawn if self._state.me in auditors_of(tip, e.peer))
+        self._state.round.auditors = auditors = drawn_auditors(self._state.rules, tip)
+        self._state.round.to_audit = tuple(e for e in tip.roster if self._state.me in auditors.get(e.peer, ()))
 
     def audit(self, now: float) -> bool:
         """Looks at the next that we were drawn for."""
@@ -50,5 +50,5 @@ class WorkAudits:
         """Keeps the first word of each auditor; no rule looks at it."""
         known = self._state.round.verdicts.get(signed.value.peer, {})
         is_new = signed.author not in known and signed.author != self._state.me
-        if is_new and is_of_auditor(self._state.rules, self._state.tip, signed):
+        if is_new and is_of_auditor(self._state.rules, self._state.tip, self._state.round.auditors, signed):
             self._state.round.verdicts.setdefault(signed.value.peer, {})[signed.author] = signed
