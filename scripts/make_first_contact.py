@@ -156,9 +156,14 @@ class Story:
         own = os.environ.get("VIRTUAL_ENV", "-")
         path = ":".join(part for part in kept["PATH"].split(":") if not part.startswith(own))
         return subprocess.Popen(
-            [*(person.host.prefix if inside else ()), "bash", "-c", command],
+            [*(person.host.prefix if inside else ()), *self._core_of(person), "bash", "-c", command],
             cwd=person.folder, env=kept | here | {"PATH": path}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,  # type: ignore[call-overload]
         )  # fmt: skip
+
+    def _core_of(self, person: Person) -> tuple[str, ...]:
+        """Where there are several, each machine has one core of the host: it would not lend its own to another one."""
+        cores = sorted(os.sched_getaffinity(0))
+        return ("taskset", "-c", str(cores[list(self.people.values()).index(person) % len(cores)]))
 
     def _wait(self, person: Person, step: Step, process: subprocess.Popen[bytes]) -> None:
         goes_on = any(process is other for _, other in person.running)
@@ -234,11 +239,11 @@ From `git clone` to a swarm that trains on two machines: Anna begins a run and t
 invitation. Nobody edits a file.
 
 The machines are two network namespaces of one host ({cores} CPU cores, Linux, Python {python}, no GPU), Anna's at
-{anna} and Ben's at {ben}, each with a clone, an installation and a home folder of its own. **Other work kept the host
-busy** (a load of {load:.0f} on {cores} cores): of their {installing} the installations had the processor for {cpu}.
-PyTorch came from a nearby disk, as the build for CPUs; the usual build is gigabytes to download, and the minutes are
-those of your connection. The namespaces reach nothing but each other: the clones, and the installation that a first
-command makes, used the host's network.
+{anna} and Ben's at {ben}, each with a core, a clone, an installation and a home folder of its own. **Other work
+kept the host busy** (a load of {load:.0f} on {cores} cores): of their {installing} the installations had the
+processor for {cpu}. PyTorch came from a nearby disk, as the build for CPUs; the usual build is gigabytes to
+download, and the minutes are those of your connection. The namespaces reach nothing but each other: the clones, and
+the installation that a first command makes, used the host's network.
 
 {table}
 
