@@ -10,11 +10,11 @@ led twice (see `tendermint`). Only runs in which electors may lie ask (`swarm.fa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Faults
-from spes_p2p.consensus.manifest import Slice, manifest_hash
+from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Content, joined_hashes, plan_hash
@@ -98,7 +98,7 @@ class Fairness:
         here = [status for status in self._members.trainers_here(now) if status.work.tokens or not status.work.ready]
         in_time = {peer for peer, at in since.items() if at <= planned_at - beat} | {self._me}
         current.owed = frozenset(status.peer for status in here if status.peer in in_time)
-        counted = {entry.peer: entry.tokens for entry in weighed(self._state.tip.roster, capped=True)}
+        counted = {entry.peer: entry.tokens for entry in self._weighed(self._state.tip.roster)}
         current.expected = {peer: tokens for peer, tokens in counted.items() if self._may_train(peer)}
 
     def _may_train(self, peer: PeerId) -> bool:
@@ -115,7 +115,7 @@ class Fairness:
         current = self._state.round
         said = {entry.peer: entry for entry in current.ready}
         ready = [said[peer] for peer in current.owed if peer in said and self._is_well_heard(peer, now)]
-        owed = {entry.peer: entry.tokens for entry in weighed(sorted(ready), capped=True)}
+        owed = {entry.peer: entry.tokens for entry in self._weighed(sorted(ready))}
         missed = {peer for peer in owed if peer not in roster}
         if sum(owed[peer] for peer in missed) > MOST_LEFT_OUT * sum(owed.values()):
             current.missed |= missed
@@ -123,6 +123,10 @@ class Fairness:
         expected = {peer: tokens for peer, tokens in current.expected.items() if self._is_well_heard(peer, now)}
         counted = sum(tokens for peer, tokens in expected.items() if peer in roster)
         return counted >= LEAST_COUNTED * sum(expected.values())
+
+    def _weighed(self, roster: Sequence[Contribution]) -> tuple[Contribution, ...]:
+        """Nobody owes anything to those whose work does not count as yet."""
+        return weighed(roster, capped=True, members=self._state.tip.members)
 
     def _is_well_heard(self, peer: PeerId, now: float) -> bool:
         """Whether it was heard so lately that the leader cannot have given it up yet."""

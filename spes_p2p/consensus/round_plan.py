@@ -87,7 +87,7 @@ class RoundPlan:
     def _should_close(self, now: float) -> bool:
         if self._leadership.is_closing():  # a leader before us has said so
             return True
-        everybody, here = self._members.members_here(now), self._members.trainers_here(now)
+        everybody, here = self._members.members_here(now), self._counting(self._members.trainers_here(now))
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
         leaving = [status for status in everybody if status.work.ready and status.intent.leaving]
@@ -111,14 +111,22 @@ class RoundPlan:
         seconds = [status.work.seconds for status in ready if status.work.tokens]
         return elapsed > self._pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
 
+    def _counting(self, here: list[Status]) -> list[Status]:
+        """Without those whose work does not count as yet: anybody may bring many of these, for others to wait for."""
+        waiting = weightless(self._state.tip.members)
+        return [status for status in here if status.peer not in waiting]
+
     def _coming(self, now: float) -> int:
         """Expected tokens of live members that are about to reach our tip and may be READY then (overlap)."""
         if now - self._state.round.started_at > self._pace.arrival_seconds():
             return 0
         counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
         full = self._state.tip.steps_per_round * self._rules.batch_sequences * self._rules.sequence_tokens
+        waiting = weightless(self._state.tip.members)
         contacts = (
-            (member.peer, self._others.contacts.get(member.peer)) for member in trainers(self._state.tip.members)
+            (member.peer, self._others.contacts.get(member.peer))
+            for member in trainers(self._state.tip.members)
+            if member.peer not in waiting
         )
         return sum(
             counted.get(peer, full)
@@ -181,7 +189,8 @@ class RoundPlan:
             return True
         closed_at = current.closed_at if current.closed_at is not None else now
         longest = max(
-            (s.work.ready_in_seconds for s in training if s.peer not in self._others.kept_waiting), default=0.0
+            (s.work.ready_in_seconds for s in self._counting(training) if s.peer not in self._others.kept_waiting),
+            default=0.0,
         )
         most = self._pace.last_step_seconds(closed_at - current.started_at)
         return now - closed_at > 2 * self._pace.heartbeat_seconds + min(2 * longest, most)

@@ -12,7 +12,7 @@ import torch
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.leases import Ranges, count
-from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
+from spes_p2p.data.loader import Batch, LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, run_layout
@@ -59,9 +59,12 @@ class TrainerOf:
         self._trainer.run_ahead()
 
     def train(self, positions: Ranges) -> None:
+        self._trainer.train_step(self.batch(positions))
+
+    def batch(self, positions: Ranges) -> Batch:
+        """What one inner step trains on."""
         loader = self._loader or LeasedLoader(self._dataset, self._config, positions)
-        sequences = count(positions) if self._loader is None else self._config.optimizer.batch_sequences
-        self._trainer.train_step(loader.next_batch(sequences))
+        return loader.next_batch(count(positions) if self._loader is None else self._config.optimizer.batch_sequences)
 
     def values(self, block: int) -> Values:
         return self._trainer.contribution(block)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -46,13 +46,15 @@ class Point:
 
 @dataclass
 class TrainingPeer(PretendPeer):
-    """A peer with a model. It has data of its own: an order of the whole dataset that its name gives."""
+    """A peer with a model. Where its swarm leases nothing it has data of its own: the whole dataset, in an order that
+    its name gives."""
 
     points: list[Point] = field(default_factory=list)
 
     async def start(self) -> None:
         swarm = cast(TrainingSwarm, self.swarm)
-        self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, self.name, swarm.model)
+        own_data_of = None if swarm.leased else self.name
+        self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, own_data_of, swarm.model)
         self.work = replace(self.work, learner=self.learner)
         if swarm.model is None:
             self.column_judge = HeldOutJudge(swarm.config, swarm.dataset)
@@ -100,6 +102,8 @@ class TrainingSwarm(MemorySwarm):
     """An organiser and peers that train the model of `config`, or a `model` of one's own, on `dataset`."""
 
     peer_class = TrainingPeer
+    leased: ClassVar[bool] = False
+    """Whether peers train on what the run leases to them, as in a real run, and not in orders of their own."""
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class TrainingSwarm(MemorySwarm):
         model: Model | None = None,
     ) -> None:
         start = None if model is None else OwnStart(model, config)
-        super().__init__(config, folder, config.run.seed, leased=False, start=start)
+        super().__init__(config, folder, config.run.seed, leased=self.leased, start=start)
         self.model = model
         self.dataset = dataset
         self.device = device

@@ -1,4 +1,4 @@
-"""What a liar may choose: what it trains on, hands in and claims, what it does as a reducer, what it says beside."""
+"""What a liar may choose: what it trains on, hands in, claims, reduces, finds as an auditor, and says beside."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class Attack:
     name: ClassVar[str]
     overrides: ClassVar[tuple[str, ...]] = ()
     """What of the run's config must be so for there to be something to attack."""
+    part: ClassVar[type | None] = None
+    """Of its consensus the part that lies, in the place of the honest one (see `leaders`)."""
     claims_column: ClassVar[bool] = False
     """Whether each liar claims an expert column, another one each."""
 
@@ -75,6 +77,10 @@ class Attack:
     def takes(self, peer: PeerId, liars: Collection[PeerId]) -> bool:
         """Whether it asks a contributor for its values; else it reports it as lost."""
         return True
+
+    def finding(self, is_liars: bool, finding: str | None) -> str | None:
+        """What it says as an auditor of work in which it finds `finding`. `is_liars`: that work is a liar's."""
+        return finding
 
     async def beside(self, liar: Liar) -> None:
         """What it does beside the rounds, for ever."""

@@ -1,4 +1,4 @@
-"""Attacks by who leads a ballot: parts of the consensus of a liar, each in the place of the honest one.
+"""Attacks by who leads a ballot, or votes in it: parts of the consensus of a liar, each in the place of the honest one.
 
 A leader chooses whom it plans with, which of the reports and words that it has heard it names, and whether it proposes
 at all. It cannot make up what others did not sign: of attacks that try there is one of each kind.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.gossip import Gossip
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
@@ -161,6 +162,25 @@ def _turned(votes: Votes, proposal: Signed[Proposal]) -> Votes:
     return replace(votes, proposal=proposal, prevote=None, precommit=None) if is_its else votes
 
 
+class TwoVotes(Gossip):
+    """Votes for what is proposed before half of the electors, and before the others for nothing."""
+
+    def envelope(self, peer: PeerId, beat_at: float | None) -> Envelope:
+        honest = super().envelope(peer, beat_at)
+        if peer in self._state.electorate.order[::2]:
+            return honest
+        return replace(honest, votes=tuple(map(self._turned, honest.votes)))
+
+    def _turned(self, votes: Votes) -> Votes:
+        seal, mine = self._state.identity.sealer.seal, self._me
+        prevote, precommit = votes.prevote, votes.precommit
+        if prevote is not None and prevote.author == mine:
+            prevote = seal(replace(prevote.value, value=NIL))
+        if precommit is not None and precommit.author == mine:
+            precommit = seal(replace(precommit.value, value=NIL))
+        return replace(votes, prevote=prevote, precommit=precommit)
+
+
 class Silent(Voting):
     """Proposes nothing."""
 
@@ -198,6 +218,7 @@ LEADERS: Mapping[str, type] = {
     "long-rounds": LongRounds,
     "other-state": OtherState,
     "two-faces": TwoFaces,
+    "two-votes": TwoVotes,
     "silent": Silent,
     "late": Late,
     "never-closes": NeverCloses,

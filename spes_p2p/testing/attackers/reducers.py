@@ -17,6 +17,7 @@ class AlteredTile(Attack):
     """Turns around the sign of all values in one of a hundred tiles that it reduces."""
 
     name = "altered-tile"
+    overrides = ("sync.tile_values=512",)
 
     def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
         return -values if rng.random() < ALTERED_SHARE else values

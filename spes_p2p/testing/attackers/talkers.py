@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -42,17 +43,25 @@ class StrangerKeys(Attack):
     """Brings fifty keys that join, say that they serve and have caught up, and never vote."""
 
     name = "stranger-keys"
+    serving: ClassVar[bool] = True
 
     async def beside(self, liar: Liar) -> None:
         keys = [PeerId(f"{liar.name} key {number}") for number in range(KEYS)]
         for sequence in itertools.count(1):
             tip = liar.driver.core.tip
             said = [
-                _status(liar, key, sequence, tip.round, manifest_hash(tip), Intent(joining=True, serving=True))
+                _status(liar, key, sequence, tip.round, manifest_hash(tip), Intent(joining=True, serving=self.serving))
                 for key in keys
             ]
             await asyncio.gather(*(_tell(liar, key, [one]) for key, one in zip(keys, said, strict=True)))
             await asyncio.sleep(liar.heartbeat_seconds)
+
+
+class IdleKeys(StrangerKeys):
+    """Fifty keys that join as trainers, and never hand anything in: others wait for them, if they do."""
+
+    name = "idle-keys"
+    serving = False
 
 
 class Flood(Attack):

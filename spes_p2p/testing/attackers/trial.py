@@ -1,15 +1,17 @@
 """A run with liars in it: real trainers and the real sync in memory, on the virtual clock.
 
-A liar is an honest peer but for what its attack says. The same seed gives honest peers the same data with and without
-liars, so that losses can be compared.
+A liar is an honest peer but for what its attack says. The run leases its data, so that claims have bounds and the work
+that is counted is audited, as in a run that is open to strangers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +21,10 @@ import torch
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.messages import LOST, Intent, Work
+from spes_p2p.consensus.parts import Parts
 from spes_p2p.consensus.rules import MOST_ROUNDS
+from spes_p2p.consensus.table import Table
+from spes_p2p.data.leases import Ranges
 from spes_p2p.data.loader import Batch
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import Hash, PeerId
@@ -29,6 +34,7 @@ from spes_p2p.sync.collecting import Take
 from spes_p2p.sync.organiser_words import Words, roll
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.attackers.attack import Attack, Liar, Scene
+from spes_p2p.testing.attackers.auditors import FailsHonest, PassesLiars
 from spes_p2p.testing.attackers.contributions import (
     ALittleIsEnough,
     ClaimedFlip,
@@ -45,8 +51,10 @@ from spes_p2p.testing.attackers.contributions import (
     SoleOwner,
     Thousandfold,
 )
+from spes_p2p.testing.attackers.leaders import LEADERS
 from spes_p2p.testing.attackers.reducers import AlteredTile, NamesLost, NoisyTiles, NotFiniteTiles
-from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, StrangerKeys
+from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, IdleKeys, StrangerKeys
+from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 from spes_p2p.testing.training_swarm import LOOK_SECONDS, Measure, TrainingPeer, TrainingSwarm
 from spes_p2p.testing.virtual_time import run_virtual
@@ -56,9 +64,14 @@ ATTACKS: Mapping[str, type[Attack]] = {
     for kind in (
         NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Disguised, Idle, ClaimedFlip,
         Copy, LabelFlip, SoleOwner, SoleFlip, SoleNoise, AlteredTile, NoisyTiles, NotFiniteTiles, NamesLost,
-        StrangerKeys, EndlessChain, Flood,
+        FailsHonest, PassesLiars, StrangerKeys, IdleKeys, EndlessChain, Flood,
     )
+} | {
+    name: type(part.__name__, (Attack,), {"__doc__": part.__doc__, "name": name, "part": part})
+    for name, part in LEADERS.items()
 }  # fmt: skip
+OFTEN = 12.0
+"""Times as often as such short rounds pay for is work audited: one peer in six rounds. Long rounds pay for more."""
 PATIENCE_DEADLINES = 30.0
 """A run that commits nothing for so long is over: nobody expects more of it."""
 NEVER = 2**62
@@ -90,21 +103,29 @@ class TrialPeer(TrainingPeer):
             most = MOST_ROUNDS * self._present.turn.manifest.steps_per_round
             progressed(attack.work(work, most) if work.ready else work)
 
-        collector, loader = self.driver._executor._collector, self.learner._loader
-        asked, next_batch = collector._asked, loader.next_batch if loader is not None else None
+        collector, work = self.driver._executor._collector, self.driver._work
+        asked, audit_work, batch = collector._asked, work.audit_work, self.learner.batch
         swarm = cast(TrialSwarm, self.swarm)
 
         async def taken(entry: Contribution, parent: Hash, take: Take) -> str:
             return await asked(entry, parent, take) if attack.takes(entry.peer, swarm.liars) else LOST
 
-        def altered_batch(sequences: int) -> Batch:
-            assert next_batch is not None
-            return attack.batch(next_batch(sequences), swarm.config.model.vocab_size)
+        async def audited(entry: Contribution) -> str | None:
+            return attack.finding(entry.peer in swarm.liars, await audit_work(entry))
+
+        def altered_batch(positions: Ranges) -> Batch:
+            return attack.batch(batch(positions), swarm.config.model.vocab_size)
+
+        if attack.part is not None:
+            core = self.driver.core
+            parts = Parts(core.state, machine_with(attack.part).PART_CLASSES)
+            core._parts, core._table = parts, Table(parts)
 
         vars(candidate)["write"] = written
         vars(self.driver)["progressed"] = claimed
         vars(collector)["_asked"] = taken
-        vars(loader)["next_batch"] = altered_batch
+        vars(work)["audit_work"] = audited
+        vars(self.learner)["batch"] = altered_batch
         honest = tuple(peer for peer in swarm.peers if peer not in swarm.liars)
         self.net.spawn(attack.beside(Liar(self.name, self.driver, swarm.network, honest, swarm.run.heartbeat_seconds)))
 
@@ -135,9 +156,14 @@ class TrialSwarm(TrainingSwarm):
     """`liars`: which peers attack, and how."""
 
     peer_class = TrialPeer
+    leased = True
     liars: Mapping[PeerId, Attack] = {}
     words = Words()
     """The organiser's."""
+
+    def audit_often(self, times: float) -> None:
+        """Before it starts: draws whose work is audited so many times as often as the config would."""
+        vars(self.run)["rules"] = replace(self.run.rules, audited_work=times * self.run.rules.audited_work)
 
     async def start_organiser(self) -> None:
         await super().start_organiser()
@@ -163,6 +189,16 @@ class TrialSwarm(TrainingSwarm):
 
 
 @dataclass(frozen=True)
+class Cast:
+    """How large a trial is. `peers` counts the liars; `often` is for `TrialSwarm.audit_often`."""
+
+    rounds: int
+    peers: int
+    liars: int
+    often: float = OFTEN
+
+
+@dataclass(frozen=True)
 class Trial:
     """How a run with liars went, as its first peer saw it, who does not lie."""
 
@@ -175,50 +211,86 @@ class Trial:
     """Liars that are no members in the end."""
     banned_honest: int
     """Others that are no members in the end."""
+    last_ban: int
+    """The round from which on the last of these liars was none; 0 where there was no such one."""
+    audits: Counter[str]
+    """What came of audits of the work of those who do not lie."""
+    audits_of_liars: Counter[str]
+    bytes_sent: int
+    """By all peers together."""
+    cpu_seconds: float
+    """Of everything together: the liars too, and what it takes to pretend a network."""
 
 
-def run_trial(
-    config: Config, folder: Path, dataset: Dataset, rounds: int, attack: Attack | None, peers: int, liars: int
-) -> Trial:
+def run_trial(config: Config, folder: Path, dataset: Dataset, attack: Attack | None, given: Cast) -> Trial:
     """Trains for so many rounds, or until the run stands still. Without `attack` the liars are absent.
 
-    `peers` counts the liars. Not for so many global steps: claimed ones make those grow.
+    Not for so many global steps: claimed ones make those grow.
     """
-    names = [PeerId(f"peer-{number:03d}") for number in range(peers)]
-    honest, lying = names[: peers - liars], names[peers - liars :]
-    present = names if attack is not None else honest
+    names = [PeerId(f"peer-{number:03d}") for number in range(given.peers)]
+    lying = names[1 : 1 + given.liars]  # of few slices the first names get most
+    present = [name for name in names if attack is not None or name not in lying]
     settled = config.model_copy(update={"swarm": config.swarm.model_copy(update={"min_peers": len(present)})})
 
     async def play() -> Trial:
         swarm = TrialSwarm(settled, folder, dataset, torch.device("cpu"), Measure(NEVER, NEVER))
         swarm.liars = {} if attack is None else dict.fromkeys(lying, attack)
+        swarm.audit_often(given.often)
         swarm.vouch_for(present)
         await swarm.start(present)
-        first = cast(TrainingPeer, swarm.peers[names[0]])
-        trial = await _watched(swarm, first, rounds)
+        trial = await _watched(swarm, cast(TrainingPeer, swarm.peers[names[0]]), given.rounds)
         await swarm.stop()
         for peer in cast("list[TrainingPeer]", list(swarm.peers.values())):
             peer.learner.close()
         swarm.evaluator.close()
         return trial
 
-    return run_virtual(play(), 1e9)
+    begin = time.process_time()
+    trial = run_virtual(play(), 1e9)
+    return replace(trial, cpu_seconds=time.process_time() - begin)
+
+
+@dataclass
+class _Watch:
+    """What the first peer commits, and when."""
+
+    swarm: TrialSwarm
+    first: TrainingPeer
+    moments: list[float] = field(default_factory=list)
+    last_seen: dict[PeerId, int] = field(default_factory=dict)
+    """The last round that has a peer as a member."""
+    audits: Counter[str] = field(default_factory=Counter)
+    audits_of_liars: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.moments.append(self.swarm.clock.now())
+
+    def __call__(self, peer: PretendPeer, manifest: Manifest) -> None:
+        if peer is not self.first:
+            return
+        self.moments.append(self.swarm.clock.now())
+        self.last_seen |= dict.fromkeys((member.peer for member in manifest.members), manifest.round)
+        for found in manifest.audited:
+            (self.audits_of_liars if found.peer in self.swarm.liars else self.audits)[found.finding] += 1
 
 
 async def _watched(swarm: TrialSwarm, first: TrainingPeer, rounds: int) -> Trial:
     deadline = first.driver.core.state.pace.deadline_seconds(0)
-    moments = [swarm.clock.now()]
-
-    def watch(peer: PretendPeer, manifest: Manifest) -> None:
-        if peer is first:
-            moments.append(swarm.clock.now())
-
+    watch = _Watch(swarm, first)
     swarm.watch = watch
-    while first.round < rounds and swarm.clock.now() - moments[-1] < PATIENCE_DEADLINES * deadline:
+    while first.round < rounds and swarm.clock.now() - watch.moments[-1] < PATIENCE_DEADLINES * deadline:
+        for peer in swarm.peers.values():
+            if peer.failures and peer.name not in swarm.liars:
+                raise peer.failures[0]
         await asyncio.sleep(LOOK_SECONDS)
-    ends = [*moments[1:], swarm.clock.now()]
-    longest = max(end - begin for begin, end in zip(moments, ends, strict=True))
+    ends = [*watch.moments[1:], swarm.clock.now()]
+    longest = max(end - begin for begin, end in zip(watch.moments, ends, strict=True))
     tip = first.driver.core.tip
     loss = swarm.evaluator.held_out_loss(first.store.version(tip.round), swarm.config.eval.sequences)
     gone = set(swarm.peers) - {member.peer for member in tip.members}
-    return Trial(loss, tip.round, longest / deadline, len(gone & set(swarm.liars)), len(gone - set(swarm.liars)))
+    banned = gone & set(swarm.liars)
+    return Trial(
+        loss, tip.round, longest / deadline, len(banned), len(gone - banned),
+        max((1 + watch.last_seen.get(peer, 0) for peer in banned), default=0),
+        watch.audits, watch.audits_of_liars, swarm.bytes_sent(), 0.0,
+    )  # fmt: skip
