@@ -215,6 +215,8 @@ def join(
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     from spes_p2p.cli.watching import Watching
 
+    # before torch is loaded: threads that spin while they wait cost a CPU that others use, too, most of its speed
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with Watching(log_format) as watching:
         watching.say("loading PyTorch")  # seconds; what is wrong with the flags was said before
         from spes_p2p.peer.run import run_peer
