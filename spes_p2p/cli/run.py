@@ -301,8 +301,9 @@ def vouch(
 ) -> None:
     """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
 
-    In any run it lifts what electors have decided: peers that they banned may come back. With the folder of a peer that
-    votes, it is one elector's word: two thirds of them let a peer vote, too.
+    In any run it lifts what electors have decided: peers that they banned may come back. Where you had vouched for one
+    before, take that back first (--undo), and let a round pass. With the folder of a peer that votes, it is one
+    elector's word: two thirds of them let a peer vote, too.
 
     Example: spes-p2p run vouch 12D3KooWAbc... --folder bootstrap-node
     """
@@ -338,10 +339,16 @@ def _change_roll(peers: list[str], folder: Path, kind: str) -> None:
     from spes_p2p.peer.organising import change_roll, checked_peers
 
     meeting = met(kept_invite(folder), None, None, None)
-    roll = change_roll(folder / "identity.key", meeting, **{kind: checked_peers(peers)})
+    roll, before = change_roll(folder / "identity.key", meeting, **{kind: checked_peers(peers)})
     for words, named in (("vouched for", roll.vouched), ("banned", roll.banned)):
         typer.echo(f"{words}: {', '.join(named) or 'nobody'}")
     typer.echo("the next round takes it up")
+    known = sorted({*peers}.intersection(before.vouched if before is not None and kind == "vouched" else ()))
+    if known:
+        typer.echo(
+            f"you vouched for {', '.join(known)} before: if electors have banned it since, that goes on;"
+            " to lift it, call this with --undo, let a round pass, and vouch again"
+        )
 
 
 def choose(

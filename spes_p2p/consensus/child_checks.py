@@ -17,6 +17,7 @@ from spes_p2p.consensus.membership import (
     MAX_VOUCHED,
     most_new,
     newest_roll,
+    still_banned,
     trainers,
     weightless,
     with_votes,
@@ -68,7 +69,8 @@ def _check_members(rules: RunRules, parent: Manifest, ledger: Ledger, child: Man
     names = [member.peer for member in child.members]
     if any(map(admission.is_banned, names)):
         raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned")
-    if not set(parent.banned) <= set(child.banned) or [*child.banned] != sorted(set(child.banned)):
+    kept = still_banned(parent.banned, parent.roll, child.roll)
+    if not set(kept) <= set(child.banned) or [*child.banned] != sorted(set(child.banned)):
         raise RemoteProtocolError(f"manifest of round {child.round}: whom it bans does not follow from its parent")
     stay, too_many = set(parent.vouched) - set(child.banned), len(child.vouched) > MAX_VOUCHED
     if not stay <= set(child.vouched) or [*child.vouched] != sorted({*child.vouched} - {*child.banned}) or too_many:

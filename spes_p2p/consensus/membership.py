@@ -77,7 +77,7 @@ class Roll:
 class Admission:
     """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote.
 
-    `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for. `vouched`: by electors.
+    `banned`: by a manifest (see `Manifest` and `still_banned`). `vouched`: by electors.
     `epoch`: what electors are drawn by where too many may vote.
     """
 
@@ -104,8 +104,7 @@ class Admission:
     @property
     def all_banned(self) -> frozenset[PeerId]:
         """By the organiser and by manifests."""
-        vouched, banned = (self.roll.vouched, self.roll.banned) if self.roll is not None else ((), ())
-        return frozenset(banned) | (frozenset(self.banned) - frozenset(vouched))
+        return frozenset(self.banned) | frozenset(self.roll.banned if self.roll is not None else ())
 
 
 EVERYBODY = Admission()
@@ -114,6 +113,16 @@ EVERYBODY = Admission()
 def newest_roll(one: Roll | None, other: Roll | None) -> Roll | None:
     """Of two rolls the one with the higher number."""
     return max((roll for roll in (one, other) if roll is not None), key=lambda roll: roll.number, default=None)
+
+
+def still_banned(banned: Iterable[PeerId], before: Roll | None, roll: Roll | None) -> tuple[PeerId, ...]:
+    """Whom a child with `roll` bans of those that its parent, whose roll is `before`, has `banned`.
+
+    The organiser lifts a ban by vouching anew. A vouch from before the ban lifts nothing: electors lie, too.
+    """
+    known = before.vouched if before is not None else ()
+    lifted = {peer for peer in (roll.vouched if roll is not None else ()) if peer not in known}
+    return tuple(peer for peer in banned if peer not in lifted)
 
 
 def electors(members: Iterable[Member]) -> tuple[Member, ...]:

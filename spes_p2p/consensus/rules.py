@@ -30,6 +30,7 @@ from spes_p2p.consensus.membership import (
     Member,
     Roll,
     newest_roll,
+    still_banned,
     trainers,
     weightless,
     with_votes,
@@ -325,13 +326,14 @@ def renewed_manifest(
     state any more.
     """
     roll = newest_roll(parent.roll, roll)
-    admission = rules.admission(roll, parent.banned, parent.vouched, parent.round + 1)
+    banned = still_banned(parent.banned, parent.roll, roll)
+    admission = rules.admission(roll, banned, parent.vouched, parent.round + 1)
     allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
     voting = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
     named = rules.with_standing(parent, ledger, voting)
     theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
     outcome = Outcome(
         (), (), sha256(), state_root, None,
-        roll=roll, banned=parent.banned, ledger=parent.ledger, vouched=parent.vouched,
+        roll=roll, banned=banned, ledger=parent.ledger, vouched=parent.vouched,
     )  # fmt: skip
     return child_manifest(rules, parent, outcome, named, theirs)

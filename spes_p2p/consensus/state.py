@@ -17,7 +17,7 @@ from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
-from spes_p2p.consensus.membership import Admission, Roll, newest_roll
+from spes_p2p.consensus.membership import Admission, Roll, newest_roll, still_banned
 from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
@@ -327,7 +327,8 @@ class State:
         """Who may take part in the child of our tip and vote on what follows it, by the newest roll that we know."""
         known = self.others.roll
         roll = newest_roll(self.tip.roll, known.value if known is not None else None)
-        return self.rules.admission(roll, self.tip.banned, self.tip.vouched, self.tip.round + 1)
+        banned = still_banned(self.tip.banned, self.tip.roll, roll)
+        return self.rules.admission(roll, banned, self.tip.vouched, self.tip.round + 1)
 
     def is_member(self) -> bool:
         """Whether the tip names this incarnation."""

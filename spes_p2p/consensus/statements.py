@@ -35,6 +35,7 @@ from spes_p2p.consensus.membership import (
     electors,
     next_members,
     rank,
+    still_banned,
     trainers,
     weightless,
 )
@@ -146,7 +147,7 @@ def content_of(
     roll = parent.roll if newer is None else newer.value
     said = (signed.value for signed in statements.statuses)
     audited, verdicts = audited_after(rules, parent, statements.verdicts)
-    banned, proven = banned_after(rules, parent, statements.accusations, audited)
+    banned, proven = banned_after(rules, parent, roll, statements.accusations, audited)
     vouched = vouched_after(rules, parent, statements.statuses, banned)
     admission = rules.admission(roll, banned, vouched, parent.round + 1)
     voting, wishes = members_after(parent, said, needed, admission)
@@ -176,11 +177,13 @@ def content_of(
 def banned_after(
     rules: RunRules,
     parent: Manifest,
+    roll: Roll | None,
     accusations: Iterable[Signed[Accusation]],
     audited: Collection[Audited] = (),
 ) -> tuple[tuple[PeerId, ...], tuple[Signed[Accusation], ...]]:
-    """(whom the child of `parent` bans, by whose word): those before it, whom a quorum of its electors accuses, and who
-    failed too many audits."""
+    """(whom the child of `parent` with `roll` bans, by whose word): those before it whom the organiser has not let in
+    again, whom a quorum of its electors accuses, and who failed too many audits."""
+    before = still_banned(parent.banned, parent.roll, roll)
     electorate = Electorate(tuple(member.peer for member in electors(parent.members)), rules.faults)
     known: dict[PeerId, dict[PeerId, Signed[Accusation]]] = {}
     for signed in accusations:
@@ -190,12 +193,12 @@ def banned_after(
     proven = {
         peer: [some[author] for author in sorted(some)][: electorate.quorum]
         for peer, some in sorted(known.items())
-        if peer not in parent.banned and len(some) >= electorate.quorum
+        if peer not in before and len(some) >= electorate.quorum
     }
-    room = MAX_MANIFEST_BANS - len(parent.banned)
+    room = MAX_MANIFEST_BANS - len(before)
     chosen = list(proven)[:room]
-    failed = sorted(failed_too_often(parent.members, findings_of(audited)) - {*parent.banned, *chosen})
-    banned = (*parent.banned, *chosen, *failed[: room - len(chosen)])
+    failed = sorted(failed_too_often(parent.members, findings_of(audited)) - {*before, *chosen})
+    banned = (*before, *chosen, *failed[: room - len(chosen)])
     return tuple(sorted(banned)), tuple(signed for peer in chosen for signed in proven[peer])
 
 

@@ -160,7 +160,8 @@ def check_not_banned(rules: RunRules, info: RunInfo, manifest: Manifest, me: Pee
         raise banned(info, me)
     raise PermanentError(
         f"the electors of run {info.run_id} have banned this peer: its means were none, or it failed audits",
-        fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {me}",
+        fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {me} "
+        "(after run vouch --undo and a round, where it had vouched for this peer)",
     )
 
 

@@ -100,10 +100,13 @@ def change_roll(
     vouched: Collection[PeerId] = (),
     banned: Collection[PeerId] = (),
     forgotten: Collection[PeerId] = (),
-) -> Roll:
-    """Signs with the organiser's key whom it vouches for and whom it bans; all of both. Raises as `stop_run` does."""
+) -> tuple[Roll, Roll | None]:
+    """Signs with the organiser's key whom it vouches for and whom it bans; all of both, and as it was before.
 
-    async def announce(network: HivemindNetwork) -> Roll:
+    Raises as `stop_run` does.
+    """
+
+    async def announce(network: HivemindNetwork) -> tuple[Roll, Roll | None]:
         info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         check = EnvelopeChecker(network.verifier).check
         known = together((await read_words(network.directory, info, check)).values())
@@ -115,7 +118,7 @@ def change_roll(
                 fix=f"at most {MAX_VOUCHED} and {MAX_BANNED} fit: forget some with --undo",
             )
         await tell(network, info, word)
-        return word.roll.value
+        return word.roll.value, None if known.roll is None else known.roll.value
 
     return visit(meeting, announce)
 

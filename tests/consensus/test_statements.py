@@ -32,7 +32,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Work,
 )
-from spes_p2p.consensus.rules import Outcome, RunRules, child_manifest, genesis_manifest
+from spes_p2p.consensus.rules import Outcome, RunRules, child_manifest, genesis_manifest, renewed_manifest
 from spes_p2p.consensus.statements import check_content, content_of, members_after, ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId, sha256
@@ -243,8 +243,35 @@ def test_whom_a_quorum_of_electors_accuses_is_banned_for_good(voter: Consensus, 
     assert child.banned == (accused.author,)
     with pytest.raises(RemoteProtocolError, match="whom it bans does not follow"):
         check_child(rules, content.manifest, EMPTY, replace(child, banned=()))
-    pardoned = Roll(rules.fingerprint, 1, (accused.author,))
-    assert not rules.admission(pardoned, child.banned).is_banned(accused.author)
+
+
+def test_only_a_vouch_that_comes_after_a_ban_lifts_it(voter: Consensus, honest: Content) -> None:
+    """With `swarm.electors=vouched` every elector is on the roll, those who lie too."""
+    rules, said, organiser = voter.state.rules, honest.statements, FakeSealer(voter.state.rules.organiser)
+    accused = said.reports[0]
+    first = Roll(rules.fingerprint, 1, (accused.author,))
+    tip = replace(voter.tip, roll=first)
+
+    def after(parent: Manifest, roll: Roll | None, *accusations: Signed[Accusation]) -> Manifest:
+        words = Statements((), (), (), roll=None if roll is None else organiser.seal(roll), accusations=accusations)
+        content = content_of(rules, parent, EMPTY, words, parent.state_root, None)
+        check_content(rules, parent, EMPTY, content)
+        return content.manifest
+
+    names = [member.peer for member in electors(tip.members) if member.peer != accused.author]
+    banned = after(tip, None, *(accuses(voter, name, accused) for name in names))
+    assert banned.banned == (accused.author,), "a vouch from before shields nobody"
+    assert accused.author not in {member.peer for member in banned.members}
+    longer = after(banned, replace(first, number=2, vouched=tuple(sorted((accused.author, PeerId("somebody"))))))
+    assert longer.banned == (accused.author,), "a roll that goes on naming it says nothing of the ban"
+    with pytest.raises(RemoteProtocolError, match="whom it bans does not follow"):
+        check_child(rules, banned, EMPTY, replace(longer, banned=()))
+    renewed = renewed_manifest(rules, longer, EMPTY, longer.state_root, tip.members, {})
+    assert renewed.banned == (accused.author,)
+    assert accused.author not in {member.peer for member in renewed.members}
+    without = after(longer, replace(first, number=3, vouched=()))
+    assert without.banned == (accused.author,)
+    assert after(without, replace(first, number=4)).banned == ()
 
 
 def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:

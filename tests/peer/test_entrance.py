@@ -17,13 +17,14 @@ def test_a_peer_is_told_who_has_banned_it_and_who_can_lift_it() -> None:
     made = MadeRun()
     rules, info, genesis = made.rules, made.info, made.genesis(NO_HASH).manifest
     by_organiser = Roll(info.fingerprint, 1, banned=(A,))
-    lifted = Roll(info.fingerprint, 2, vouched=(A,))
+    known = Roll(info.fingerprint, 2, vouched=(A,))
     check_not_banned(rules, info, genesis, A)
     check_not_banned(rules, info, replace(genesis, banned=(B,)), A)
-    check_not_banned(rules, info, replace(genesis, banned=(A,), roll=lifted), A)
+    check_not_banned(rules, info, replace(genesis, roll=known), A)
     with pytest.raises(PermanentError, match="the organiser of run tiny has banned this peer") as error:
         check_not_banned(rules, info, replace(genesis, roll=by_organiser), A)
     assert f"run ban --undo {A}" in error.value.fix
-    with pytest.raises(PermanentError, match="the electors of run tiny have banned this peer") as error:
-        check_not_banned(rules, info, replace(genesis, banned=(A,)), A)
-    assert f"run vouch {A}" in error.value.fix
+    for roll in (None, known):
+        with pytest.raises(PermanentError, match="the electors of run tiny have banned this peer") as error:
+            check_not_banned(rules, info, replace(genesis, banned=(A,), roll=roll), A)
+        assert f"run vouch {A}" in error.value.fix
