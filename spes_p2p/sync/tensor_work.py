@@ -28,7 +28,7 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.weights import weighed
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.requests import ValuesRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
@@ -251,7 +251,9 @@ class TensorSlice:
         self._layout = disk.layout.in_round(self._base.round + 1)
         self._tiles = disk.tiles_of(piece)
         self._parts = parts_of(self._tiles)
-        self._before = self._base.block(piece.block)[self._tiles[0].start : self._tiles[-1].stop]
+        before = self._base.block(piece.block)[self._tiles[0].start : self._tiles[-1].stop]
+        self._before = np.array(before) if keeps else before
+        """For an audit a copy: what was damaged when it was used may be mended before anybody looks."""
         self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
         self._basis = disk.basis_of(piece)
@@ -402,5 +404,7 @@ class TensorSlice:
 
     def _check_sound(self) -> None:
         """Raises TileDamaged where one of these tiles is not as it was committed; the scrubber mends it."""
-        for tile in self._tiles:
+        for tile, part in zip(self._tiles, self._parts, strict=True):
             self._base.sound_values(tile.id)
+            if self._keeps and hash_tile(bytes_of(self._before[part])) != self._base.tile_hashes[tile.id]:
+                raise TileDamaged(f"tile {tile.id} was damaged when it was read, and has been mended since")

@@ -49,13 +49,14 @@ def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, servi
     assert [event.round for event in rounds(tmp_path / "peer")] == [1, 2]
     assert [event.step for event in events(tmp_path / "peer") if isinstance(event, Step)] == [1, 2, 3, 4, 5, 6]
     lines = answer.output.splitlines()
-    assert lines[0].startswith("run tiny, fingerprint ")
+    assert lines[0] == "loading PyTorch"
+    assert lines[1].startswith("run tiny, fingerprint ")
     assert any(line.startswith("data comes from other peers: ") for line in lines)
     exported = spes_p2p("export", "--checkpoint", str(tmp_path / "peer"), "--output", str(tmp_path / "model"))
     assert (exported.exit_code, exported.errors) == (0, "")
     assert (tmp_path / "model" / "tokenizer.json").is_file()
     assert sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) > 0
-    assert any(line.startswith("round 2 committed at step 6: 1 peers") for line in lines)
+    assert any(line.startswith("round 2 committed at step 6: 1 peer, ") for line in lines)
     said = "\n".join(organiser.said)
     assert "has joined, 1 of 1" in said
     assert "all 8 expert columns have an owner" in said
