@@ -39,7 +39,7 @@ class Box:
             "is_available": lambda: bool(cards),
             "device_count": lambda: len(cards),
             "get_device_name": lambda number: cards[number][0],
-            "get_device_capability": lambda number: cards[number][1],
+            "get_device_capability": lambda device: cards[device if isinstance(device, int) else device.index or 0][1],
             "get_device_properties": lambda number: SimpleNamespace(total_memory=cards[number][2] * GIB),
             "mem_get_info": lambda device: (self.free[device if isinstance(device, int) else device.index], 24 * GIB),
         }
