@@ -122,13 +122,16 @@ class TensorWork:
         """What needs nobody else's values is made a few at a time: others fetch the first ones meanwhile."""
         is_alone = piece.contributors == (self._me,) and not self._disk.basis_of(piece)
         alone: AbstractAsyncContextManager[Any] = self._alone if is_alone else nullcontext()
-        async with alone, self._memory_for(piece):
-            yield TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks, keeps)
+        async with alone, self._memory_for(piece, keeps):
+            work = TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks, keeps)
+            if keeps:
+                await self._tasks.in_thread(work.copy_base)
+            yield work
 
     @asynccontextmanager
-    async def _memory_for(self, piece: Slice) -> AsyncIterator[None]:
-        """Waits until the values of all contributors of a slice may be held."""
-        needed = len(piece.contributors) * sum(tile.size for tile in self._disk.tiles_of(piece)) * VALUE_BYTES
+    async def _memory_for(self, piece: Slice, keeps: bool) -> AsyncIterator[None]:
+        """Waits until the values of all contributors of a slice may be held; with `keeps` those before them, too."""
+        needed = (len(piece.contributors) + keeps) * sum(tile.size for tile in self._disk.tiles_of(piece)) * VALUE_BYTES
         async with self._freed:
             await self._freed.wait_for(
                 lambda: not self._held_bytes or self._held_bytes + needed <= self._may_hold_bytes
@@ -251,14 +254,16 @@ class TensorSlice:
         self._layout = disk.layout.in_round(self._base.round + 1)
         self._tiles = disk.tiles_of(piece)
         self._parts = parts_of(self._tiles)
-        before = self._base.block(piece.block)[self._tiles[0].start : self._tiles[-1].stop]
-        self._before = np.array(before) if keeps else before
-        """For an audit a copy: what was damaged when it was used may be mended before anybody looks."""
+        self._before = self._base.block(piece.block)[self._tiles[0].start : self._tiles[-1].stop]
         self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
         self._basis = disk.basis_of(piece)
         self._guests: dict[PeerId, Values] = {}
         self._made: list[_HandedOut] = []
+
+    def copy_base(self) -> None:
+        """From here on the disk is read no more: damage may be mended between its use and `check_sound`."""
+        self._before = np.array(self._before)
 
     async def take_own(self, me: PeerId) -> bool:
         piece, outgoing = self._piece, self._disk.outgoing

@@ -150,9 +150,10 @@ def explore_all(
     ordered: bool = True,
     most_states: int = sys.maxsize,
     servers: int = 0,
+    leader: int = 1,
 ) -> Report:
-    """The search of three peers in one round, of which `servers` train nothing. Raises Found."""
-    return Search(SmallWorld(3, core_class, ordered, servers), faults, kinds).run(most_states)
+    """The search of three peers in one round, of which `servers` train nothing, led by `leader`. Raises Found."""
+    return Search(SmallWorld(3, core_class, ordered, servers, leader=leader), faults, kinds).run(most_states)
 
 
 def _told(event: Event) -> str:

@@ -29,6 +29,13 @@ def test_no_order_of_deliveries_losses_and_crashes_breaks_a_rule(
     assert report.splits == 0 or faults > 1
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("leader", [0, 2])
+def test_no_order_breaks_a_rule_whoever_leads(leader: int) -> None:
+    assert explore_all(1, leader=leader).whole
+
+
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_no_order_breaks_a_rule_where_some_only_serve(servers: int) -> None:
     report = explore_all(1, servers=servers)
