@@ -71,7 +71,10 @@ def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
         assert answer.output == f"vouched for: nobody\nbanned: {peer}\nthe next round takes it up\n"
         refused(organiser.join(stranger, "--data", str(tokens)), "has banned this peer", f"ban --undo {peer}", code=3)
         assert "banned: nobody" in spes_p2p("run", "ban", "--undo", peer, *node).output
-        assert f"vouched for: {peer}" in spes_p2p("run", "vouch", peer, *node).output
+        first, second = (spes_p2p("run", "vouch", peer, *node).output for _ in range(2))
+        assert first == f"vouched for: {peer}\nbanned: nobody\nthe next round takes it up\n"
+        assert second.startswith(first)
+        assert "if electors have banned it since, that goes on" in second
         joined = organiser.join(stranger, "--data", str(tokens), "--until-round", "2")
         assert joined.exit_code == 0, joined
         assert "the organiser vouches for this peer: it votes" in joined.output
