@@ -125,7 +125,7 @@ class TensorWork:
         async with alone, self._memory_for(piece, keeps):
             work = TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks, keeps)
             if keeps:
-                await self._tasks.in_thread(work.copy_base)
+                await self._tasks.in_thread(work.base.copy)
             yield work
 
     @asynccontextmanager
@@ -236,6 +236,31 @@ class TensorWork:
         return await self._tasks.in_thread(repair.end)
 
 
+class _Base:
+    """The committed values that a slice begins with."""
+
+    def __init__(self, version: Version, tiles: Sequence[Tile]) -> None:
+        self._version, self._tiles = version, tiles
+        self.values = version.block(tiles[0].block)[tiles[0].start : tiles[-1].stop]
+        """Flat fp32, in the order of the tiles."""
+
+    @property
+    def hashes(self) -> Sequence[Hash]:
+        """Of all tiles of the state."""
+        return self._version.tile_hashes
+
+    def copy(self) -> None:
+        """From here on the disk is read no more: damage may be mended between its use and `check_sound`."""
+        self.values = np.array(self.values)
+
+    def check_sound(self) -> None:
+        """Raises TileDamaged where one of these tiles is or was not as it was committed; the scrubber mends it."""
+        for tile, part in zip(self._tiles, parts_of(self._tiles), strict=True):
+            self._version.sound_values(tile.id)
+            if hash_tile(bytes_of(self.values[part])) != self.hashes[tile.id]:
+                raise TileDamaged(f"tile {tile.id} was damaged when it was read, and has been mended since")
+
+
 class TensorSlice:
     """The `SliceWork` of a real peer: values on top of the state that was committed when it began."""
 
@@ -250,20 +275,16 @@ class TensorSlice:
         self._disk = disk
         self._transfers = transfers
         self._tasks = tasks
-        self._base = disk.committed()
-        self._layout = disk.layout.in_round(self._base.round + 1)
+        committed = disk.committed()
+        self._layout = disk.layout.in_round(committed.round + 1)
         self._tiles = disk.tiles_of(piece)
         self._parts = parts_of(self._tiles)
-        self._before = self._base.block(piece.block)[self._tiles[0].start : self._tiles[-1].stop]
+        self.base = _Base(committed, self._tiles)
         self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
         self._basis = disk.basis_of(piece)
         self._guests: dict[PeerId, Values] = {}
         self._made: list[_HandedOut] = []
-
-    def copy_base(self) -> None:
-        """From here on the disk is read no more: damage may be mended between its use and `check_sound`."""
-        self._before = np.array(self._before)
 
     async def take_own(self, me: PeerId) -> bool:
         piece, outgoing = self._piece, self._disk.outgoing
@@ -294,7 +315,7 @@ class TensorSlice:
             await self._tasks.in_thread(lambda: check_committed(self._layout, entry, opening, self._tiles, data))
         if self._keeps:
             self._given[entry.peer] = Given(entry.peer, bytes(opening), bytes(data))
-        found = await self._tasks.in_thread(lambda: sent_values(self._layout, self._tiles, data, self._before))
+        found = await self._tasks.in_thread(lambda: sent_values(self._layout, self._tiles, data, self.base.values))
         self._found[entry.peer] = found
 
     def _request(self, entry: Contribution) -> ValuesRequest:
@@ -338,27 +359,27 @@ class TensorSlice:
         """
         rules = self._disk.rules
         found = {peer: self._found[peer] for peer in self._piece.contributors if peer in self._found}  # who audits must
-        refused = unfit(rules, self._layout, self._piece.block, self._roster, found, self._before)
+        refused = unfit(rules, self._layout, self._piece.block, self._roster, found, self.base.values)
         if refused:
-            self._check_sound()
+            self.base.check_sound()
         left_out |= refused
         fit = tuple(peer for peer in self._piece.contributors if peer not in left_out)
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        mean = mean_of(self._disk.rules, [found[peer] for peer in fit], self._before, self._tokens(fit), spent)
+        mean = mean_of(self._disk.rules, [found[peer] for peer in fit], self.base.values, self._tokens(fit), spent)
         found.clear()
         self._found.clear()
         if self._guests and self._basis is not None:
             shares = self._shares_of_guests()
             tokens = sum(self._tokens(fit))
-            mean = take_in(self._layout, self._tiles, mean, self._before, self._basis, tokens, shares)
+            mean = take_in(self._layout, self._tiles, mean, self.base.values, self._basis, tokens, shares)
         self._made = [
-            self._handed_out(tile, mean[part], self._before[part])
+            self._handed_out(tile, mean[part], self.base.values[part])
             for tile, part in zip(self._tiles, self._parts, strict=True)
         ]
         if not all(tile.left is None or np.isfinite(tile.left).all() for tile in self._made):
-            self._check_sound()
+            self.base.check_sound()
             left_out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
             return ()
         return fit
@@ -382,7 +403,7 @@ class TensorSlice:
         return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsent_of_mean(tile.id)))
 
     async def check_sound(self) -> None:
-        await self._tasks.in_thread(self._check_sound)
+        await self._tasks.in_thread(self.base.check_sound)
 
     async def remade(self) -> tuple[Hash, ...]:
         tiles = (bytes_of(tile.data) if isinstance(tile.data, np.ndarray) else tile.data for tile in self._made)
@@ -390,11 +411,12 @@ class TensorSlice:
 
     async def keep_proof(self, charge: Charge) -> str:
         state, given = (
-            b"".join(self._base.tile_hashes),
+            b"".join(self.base.hashes),
             [self._given[p] for p in charge.piece.contributors if p in self._given],
         )
         check = self._disk.check_signature
-        path = await self._tasks.in_thread(lambda: self._disk.proofs.keep(charge, state, self._before, given, check))
+        keep, before = self._disk.proofs.keep, self.base.values
+        path = await self._tasks.in_thread(lambda: keep(charge, state, before, given, check))
         return "" if path is None else self._disk.proofs.name_of(path)
 
     async def stage(self) -> tuple[Hash, ...]:
@@ -406,10 +428,3 @@ class TensorSlice:
             if tile.left is not None:
                 self._disk.residuals.stage(self._parent, "handed", tile_id, tile.left, wire_hash)
         return hashes
-
-    def _check_sound(self) -> None:
-        """Raises TileDamaged where one of these tiles is not as it was committed; the scrubber mends it."""
-        for tile, part in zip(self._tiles, self._parts, strict=True):
-            self._base.sound_values(tile.id)
-            if self._keeps and hash_tile(bytes_of(self._before[part])) != self._base.tile_hashes[tile.id]:
-                raise TileDamaged(f"tile {tile.id} was damaged when it was read, and has been mended since")
