@@ -17,6 +17,9 @@ from spes_p2p.ids import sha256
 
 MOST_DOUBTS = 2
 """Slices of a round that are made again since they are unlike our own: each costs what a slice's reducer fetches."""
+FAR = 2.0
+"""Times what we trained ourselves: a mean is shorter than what it is made of. In `scripts/bench_attacks.py` honest ones
+go 1.2 times as far at most, and noise as large as the weights 2.3 to 15."""
 _WHAT = {
     Finding.FALSE: "is not the mean of what its contributors committed to",
     Finding.LOSES_MANY: "leaves out many who are there, as lost",
@@ -79,16 +82,24 @@ class Audits:
                 return known
         return None
 
-    def staged(self, key: Key, is_doubtful: bool) -> None:
-        """A slice has come. It is doubtful where it is unlike what was trained here, or leaves many out."""
+    def staged(self, key: Key, times_ours: float) -> None:
+        """A slice has come. It is doubtful where it goes farther than what was trained here, or leaves many out."""
         current = self._state.round
         index = current.index_of.get(key)
         if index is None or current.plan is None or not self._state.rules.audited_share:
             return
         report = current.reports.get(index)
         leaves_many = report is not None and self._leaves_out_many(report.value)
-        if (is_doubtful or leaves_many) and len(current.doubted) < MOST_DOUBTS:
+        if (leaves_many or self._goes_far(index, times_ours)) and len(current.doubted) < MOST_DOUBTS:
             current.doubted.add(index)
+
+    def _goes_far(self, index: int, times_ours: float) -> bool:
+        """Whether it goes farther than who trained most of its contributors can have come, if they train as we do."""
+        plan, work = self._state.round.plan, self._state.round.work
+        assert plan is not None
+        contributors = plan.value.slices[index].contributors
+        most = max((entry.tokens for entry in plan.value.roster if entry.peer in contributors), default=0)
+        return times_ours > FAR * max(1.0, most / max(1, work.tokens))
 
     def _leaves_out_many(self, report: Report) -> bool:
         """Whether so many are not in a mean of our plan, for whatever reason it gives, that it must be looked at."""

@@ -64,11 +64,14 @@ class SliceReduced:
 
 @dataclass(frozen=True)
 class SliceStaged:
-    """The tiles of a slice are on disk; `hashes` concatenates theirs. `is_doubtful`: unlike what was trained here."""
+    """The tiles of a slice are on disk; `hashes` concatenates theirs.
+
+    `times_ours`: so many times as far as what was trained here it goes; infinite where it goes another way.
+    """
 
     key: Key
     hashes: bytes
-    is_doubtful: bool = False
+    times_ours: float = 0.0
 
 
 class Finding(StrEnum):

@@ -39,9 +39,9 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.round_plan.trained(work, now)
         case on.SliceReduced(report):
             parts.reducing.reduced(report, now)
-        case on.SliceStaged(key, hashes, is_doubtful):
+        case on.SliceStaged(key, hashes, times_ours):
             parts.staging.staged(key, hashes, now)
-            parts.audits.staged(key, is_doubtful)
+            parts.audits.staged(key, times_ours)
         case on.SliceAudited(report, finding):
             parts.audits.audited(report, finding, now)
         case on.WorkAudited(entry, finding):

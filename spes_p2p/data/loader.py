@@ -127,6 +127,8 @@ class _Loader:
             )
         self._order = _order(dataset, self._reader.sequences, config, stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self.put: Callable[[Batch], Batch] = lambda batch: batch
+        """Where a batch that is read ahead lies, by the thread that reads: pinned for a GPU (`train.step.pinned`)."""
         self._ahead: tuple[NDArray[np.int64], Future[Batch]] | None = None
         """Positions of the batch that is being read ahead."""
 
@@ -139,7 +141,7 @@ class _Loader:
 
     def _read_ahead(self, positions: NDArray[np.int64]) -> None:
         """On a thread, while the batch before is trained on; of no use where another one is asked for next."""
-        self._ahead = positions, self._thread.submit(self._read, positions)
+        self._ahead = positions, self._thread.submit(lambda: self.put(self._read(positions)))
 
     def _read(self, positions: NDArray[np.int64]) -> Batch:
         return self._reader.batch(self._order.sequences_at(positions), positions)

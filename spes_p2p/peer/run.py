@@ -55,6 +55,7 @@ from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.stages import Place, Restored
+from spes_p2p.train.step import pinned
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.work_judge import MemoryJudge
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
@@ -138,6 +139,8 @@ def _run_connected(
             config, columns = _fit(options, config, device, ranks, say)
             # memory runs out here, before others count on us
             with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
+                if device.type == "cuda":
+                    loader.put = pinned
                 _train(connection, options, TrainingSetup(config, trainer, loader, dataset), columns, around)
 
 

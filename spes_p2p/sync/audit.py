@@ -7,6 +7,7 @@ honest reducer under suspicion by giving different ones to each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,6 @@ from spes_p2p.state.hashes import HASH_BYTES, hash_tile
 from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.swarm.streams import MAX_HEADER_BYTES
 from spes_p2p.wire import pack, unpack
-
-FAR = 8.0
-"""Times our own change of the same values: a mean is shorter than what it is made of, unless we trained far less."""
 
 
 class OtherValues(RemoteProtocolError):
@@ -91,6 +89,8 @@ class Likeness:
         self._product += float(np.dot(their_change, own_change))
 
     @property
-    def is_doubtful(self) -> bool:
-        """Whether it goes much farther than ours, or another way: lies that harm at once do, honest means hardly."""
-        return self._theirs > FAR**2 * self._own or self._product < 0
+    def times_ours(self) -> float:
+        """The length of the change that was handed out over that of ours; infinite where it goes another way."""
+        if self._product < 0 or self._theirs > 0 == self._own:
+            return math.inf
+        return math.sqrt(self._theirs / self._own) if self._own else 0.0

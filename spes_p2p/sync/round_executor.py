@@ -123,7 +123,7 @@ class RoundExecutor:
             return self._core.sure_holders(action.piece, self._now())
 
         try:
-            is_doubtful = await self._work.fetch(action, head, lambda: self._writing(is_wanted), sure)
+            times_ours = await self._work.fetch(action, head, lambda: self._writing(is_wanted), sure)
         except UnfitTile as error:  # the tiles are those that the report has signed for
             if is_wanted():
                 self._notice(do.Notice("refused", f"slice {key} will be reduced by another peer: {error}"))
@@ -138,7 +138,7 @@ class RoundExecutor:
                 self._tell(on.StagingFailed(key))
             return
         if is_wanted():
-            self._tell(on.SliceStaged(key, action.hashes, is_doubtful))
+            self._tell(on.SliceStaged(key, action.hashes, times_ours))
 
     # ---- auditing ----
 

@@ -79,8 +79,8 @@ class RoundWork(Protocol):
     def is_finished(self, root: Hash) -> bool:
         """Whether the staged state with this root is whole on disk."""
 
-    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
-        """Brings tiles here, those of `sure` first; whether they are unlike what was trained here on top of `head`.
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
+        """Brings tiles here, those of `sure` first; how far they go, in lengths of what was trained here on `head`.
 
         Raises NetworkError, RemoteProtocolError, TileDamaged.
         """

@@ -158,7 +158,7 @@ class TensorWork:
     def is_finished(self, root: Hash) -> bool:
         return self._candidate.finished(root) is not None
 
-    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
         likeness, is_audited = Likeness(), self._disk.rules.audited_share > 0
         layout = self._disk.layout.in_round(self._candidate.round)
 
@@ -178,7 +178,7 @@ class TensorWork:
 
         wanted = wire_tiles((action.piece,), (action.hashes,))
         await self._transfers.tiles(wanted, action.holders, take, wire_round=self._candidate.round, sure=sure)
-        return likeness.is_doubtful
+        return likeness.times_ours
 
     def _base_of(self, tile_id: int) -> Values:
         tile = self._disk.layout.tiles[tile_id]

@@ -219,7 +219,7 @@ class SymbolWork:
     def is_finished(self, root: Hash) -> bool:
         return root in self._disk.finished
 
-    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
         await Pause(self._around.work_seconds())
         if not any(self._around.others.serves(holder, action.piece, action.hashes) for holder in action.holders):
             raise PeerSilent(str(action.piece.key))
@@ -227,7 +227,7 @@ class SymbolWork:
             if is_wanted:
                 self._disk.check_room()
                 self._disk.stage(action.piece, split(action.hashes))
-        return False
+        return 0.0
 
     async def audit_work(self, entry: Contribution) -> str | None:
         await Pause(self._around.work_seconds())

@@ -137,10 +137,18 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", half_dtype(device)) if device.type == "cuda" else nullcontext()
 
 
+def pinned(batch: Batch) -> Batch:
+    """The same batch in memory that a GPU reads by itself. Must be kept until the step has ended."""
+    tokens, loss_mask = (torch.from_numpy(part).pin_memory().numpy() for part in (batch.tokens, batch.loss_mask))
+    return Batch(tokens, loss_mask, batch.positions)
+
+
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy of `values` on the device, by way of pinned memory: nobody waits for it."""
-    copied = torch.from_numpy(np.array(values))
-    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied.to(device)
+    """A copy of `values` on the device. Nobody waits for it on a GPU: what is not pinned is pinned first."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.array(values)).to(device)
+    here = torch.from_numpy(values if values.flags.writeable else np.array(values))
+    return here.pin_memory().to(device, non_blocking=True)  # pinned memory stays as it is
 
 
 def _sync_gradients(forward: nn.Module, exchange: bool) -> AbstractContextManager[object]:

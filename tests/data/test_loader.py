@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from spes_p2p.data.leases import Leases, next_leases
-from spes_p2p.data.loader import LeasedLoader, LocalLoader, check_enough, held_out_batches, open_dataset
+from spes_p2p.data.loader import Batch, LeasedLoader, LocalLoader, check_enough, held_out_batches, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
@@ -177,6 +178,20 @@ def test_the_next_batch_is_read_on_a_thread_while_one_is_trained_on(
         for left, right in zip(batches, again, strict=True):
             assert np.array_equal(left.tokens, right.tokens)
             assert np.array_equal(left.positions, right.positions)
+
+
+def test_what_is_read_ahead_is_put_where_it_is_wanted_by_the_thread_that_reads(counting: Counting) -> None:
+    loader, by = LeasedLoader(counting(40), tiny_config(), ((0, 12),)), list[str]()
+
+    def put(batch: Batch) -> Batch:
+        by.append(threading.current_thread().name.split("_")[0])
+        return replace(batch, tokens=batch.tokens.copy())
+
+    loader.put = put
+    batches = [loader.next_batch(4) for _ in range(3)]
+    assert by == ["batches", "batches"]  # the first was needed at once
+    again = LeasedLoader(counting(40), tiny_config(), ((0, 12),))
+    assert all(np.array_equal(batch.tokens, again.next_batch(4).tokens) for batch in batches)
 
 
 def test_an_error_of_reading_ahead_comes_with_the_batch_that_has_it(counting: Counting) -> None:

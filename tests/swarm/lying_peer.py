@@ -17,6 +17,7 @@ from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.sync.candidate_state import CandidateState
 from spes_p2p.testing.attackers.attack import Scene
+from spes_p2p.testing.attackers.reducers import altered
 from spes_p2p.testing.attackers.trial import ATTACKS
 from spes_p2p.testing.processes import PROGRAM
 from spes_p2p.train.trainer import Trainer
@@ -40,11 +41,7 @@ def lie(name: str) -> None:
         return attack.values(Scene(np.array(bases[0].block(block)), trained, others, rng))
 
     def handed_out(self: CandidateState, first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
-        altered = (
-            attack.reduced(first_tile + at, tile, rng) if isinstance(tile, np.ndarray) else tile
-            for at, tile in enumerate(tiles)
-        )
-        return write(self, first_tile, altered)
+        return write(self, first_tile, altered(attack, self, first_tile, tiles, rng))
 
     vars_of: Any = Trainer
     vars_of.adopt, vars_of.contribution = adopted, handed_in

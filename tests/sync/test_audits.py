@@ -270,8 +270,14 @@ def test_a_mean_is_like_what_it_is_made_of() -> None:
     base = rng.standard_normal(1000).astype(np.float32)
     rows = base + 0.01 * rng.standard_normal((10, 1000)).astype(np.float32)
     mean = rows.mean(0, dtype=np.float32)
-    for other, is_doubtful in ((mean, False), (2 * base - mean, True), (base + 10 * (rows[0] - base), True)):
+    way, ours = mean - base, rows[0] - base
+    shorter = float(np.linalg.norm(way) / np.linalg.norm(ours))
+    for other, times in ((mean, shorter), (base - way, np.inf), (base + 10 * ours, 10)):
         likeness = Likeness()
         for part in (slice(0, 400), slice(400, 1000)):
             likeness.add(other[part], rows[0][part], base[part])
-        assert likeness.is_doubtful is is_doubtful
+        assert likeness.times_ours == pytest.approx(times, rel=1e-4)
+    likeness = Likeness()
+    assert likeness.times_ours == 0  # nothing of ours to compare with
+    likeness.add(mean, base, base)
+    assert likeness.times_ours == np.inf

@@ -19,6 +19,7 @@ from spes_p2p.experts.bank import MATRICES
 from spes_p2p.train import moment_store
 from spes_p2p.train.rank import RankTrainer
 from spes_p2p.train.schedule import learning_rate
+from spes_p2p.train.step import pinned, to_device
 from spes_p2p.train.trainer import StepResult, Trainer
 from tests.train.small import (
     CPU,
@@ -247,6 +248,18 @@ def test_misuse_is_refused() -> None:
         trainer.adopt((4, 1), initial(config), 0)
     with pytest.raises(ConfigError, match="below"):
         trainer.adopt((6,), initial(config), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_batch_is_pinned_once_and_copied_from_there() -> None:
+    tokens = np.arange(12).reshape(4, 3)
+    batch = pinned(Batch(tokens, np.array([True, False, True, True]), np.arange(4)))
+    part = torch.from_numpy(batch.tokens[1:])
+    assert part.is_pinned()
+    assert part.pin_memory().data_ptr() == part.data_ptr()
+    assert to_device(batch.tokens[1:], torch.device("cuda")).tolist() == tokens[1:].tolist()
+    assert to_device(batch.loss_mask, torch.device("cuda")).tolist() == [True, False, True, True]
 
 
 @pytest.mark.gpu

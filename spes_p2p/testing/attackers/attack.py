@@ -85,6 +85,6 @@ class Attack:
     async def beside(self, liar: Liar) -> None:
         """What it does beside the rounds, for ever."""
 
-    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
-        """What is handed out as the mean of a tile. `rng`: of this liar, round and slice."""
+    def reduced(self, values: Values, base: Values, rng: np.random.Generator) -> Values:
+        """What is handed out as the mean of a tile. `base`: as committed; `rng`: of this liar, round and slice."""
         return values

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
+from spes_p2p.consensus.audits import FAR
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
+from spes_p2p.state.staging import TileData
+from spes_p2p.sync.candidate_state import CandidateState
 from spes_p2p.testing.attackers.attack import Attack, Scene
 
 ALTERED_SHARE = 0.01
+QUIET = np.float32(0.85 * FAR)
+"""Times the change of the mean, which is 0.95 of that of a contributor."""
+
+
+def altered(
+    attack: Attack, candidate: CandidateState, first_tile: int, tiles: Iterable[TileData], rng: np.random.Generator
+) -> Iterator[TileData]:
+    """What a liar stages in place of consecutive tiles. Coded ones stay as they are."""
+    committed = candidate._store.version(candidate._tip)
+    for tile, values in zip(candidate._layout.tiles[first_tile:], tiles, strict=False):
+        base = committed.block(tile.block)[tile.start : tile.stop]
+        yield attack.reduced(values, base, rng) if isinstance(values, np.ndarray) else values
 
 
 class AlteredTile(Attack):
@@ -19,7 +34,7 @@ class AlteredTile(Attack):
     name = "altered-tile"
     overrides = ("sync.tile_values=512",)
 
-    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
+    def reduced(self, values: Values, base: Values, rng: np.random.Generator) -> Values:
         return -values if rng.random() < ALTERED_SHARE else values
 
 
@@ -28,9 +43,23 @@ class NoisyTiles(Attack):
 
     name = "noisy-tiles"
 
-    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
-        size = float(np.linalg.norm(values)) / np.sqrt(len(values))
-        return values + np.float32(size) * rng.standard_normal(len(values), np.float32)
+    def reduced(self, values: Values, base: Values, rng: np.random.Generator) -> Values:
+        return values + noise(values, rng)
+
+
+class QuietTiles(Attack):
+    """Hands out noise for all that it reduces, and goes just less far with it than is doubted."""
+
+    name = "quiet-tiles"
+
+    def reduced(self, values: Values, base: Values, rng: np.random.Generator) -> Values:
+        return values + QUIET * noise(values - base, rng)
+
+
+def noise(values: Values, rng: np.random.Generator) -> Values:
+    """Normal, as long as `values` are."""
+    size = float(np.linalg.norm(values)) / np.sqrt(len(values))
+    return np.float32(size) * rng.standard_normal(len(values), np.float32)
 
 
 class NamesLost(Attack):
@@ -50,5 +79,5 @@ class NotFiniteTiles(Attack):
 
     name = "nan-tiles"
 
-    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
+    def reduced(self, values: Values, base: Values, rng: np.random.Generator) -> Values:
         return np.full_like(values, np.nan)

@@ -52,7 +52,14 @@ from spes_p2p.testing.attackers.contributions import (
     Thousandfold,
 )
 from spes_p2p.testing.attackers.leaders import LEADERS
-from spes_p2p.testing.attackers.reducers import AlteredTile, NamesLost, NoisyTiles, NotFiniteTiles
+from spes_p2p.testing.attackers.reducers import (
+    AlteredTile,
+    NamesLost,
+    NoisyTiles,
+    NotFiniteTiles,
+    QuietTiles,
+    altered,
+)
 from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, IdleKeys, StrangerKeys
 from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
@@ -63,7 +70,7 @@ ATTACKS: Mapping[str, type[Attack]] = {
     kind.name: kind
     for kind in (
         NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Disguised, Idle, ClaimedFlip,
-        Copy, LabelFlip, SoleOwner, SoleFlip, SoleNoise, AlteredTile, NoisyTiles, NotFiniteTiles, NamesLost,
+        Copy, LabelFlip, SoleOwner, SoleFlip, SoleNoise, AlteredTile, NoisyTiles, QuietTiles, NotFiniteTiles, NamesLost,
         FailsHonest, PassesLiars, StrangerKeys, IdleKeys, EndlessChain, Flood,
     )
 } | {
@@ -92,12 +99,7 @@ class TrialPeer(TrainingPeer):
         write = candidate.write
 
         def written(first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
-            rng = self._rng(first_tile)
-            altered = (
-                attack.reduced(first_tile + at, tile, rng) if isinstance(tile, np.ndarray) else tile
-                for at, tile in enumerate(tiles)
-            )
-            return write(first_tile, altered)
+            return write(first_tile, altered(attack, candidate, first_tile, tiles, self._rng(first_tile)))
 
         def claimed(work: Work) -> None:
             most = MOST_ROUNDS * self._present.turn.manifest.steps_per_round
