@@ -21,16 +21,15 @@ import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest
 from spes_p2p.consensus.messages import (
     Accusation,
     Choice,
     Commit,
-    Content,
     DecayOrder,
     DegradedProposal,
     DegradedVote,
-    Envelope,
     Plan,
     Precommit,
     Prevote,

@@ -7,16 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spes_p2p.consensus.content import Content, Envelope, joined_hashes
 from spes_p2p.consensus.manifest import Contribution, Slice
-from spes_p2p.consensus.messages import (
-    Commit,
-    Content,
-    Envelope,
-    Plan,
-    Report,
-    Signed,
-    joined_hashes,
-)
+from spes_p2p.consensus.messages import Commit, Plan, Report, Signed
 from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId

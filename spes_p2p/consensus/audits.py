@@ -8,9 +8,10 @@ reported it has had its turns in this round, and nobody votes for a state with a
 from __future__ import annotations
 
 from spes_p2p.consensus.actions import Audit
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.events import Finding
 from spes_p2p.consensus.manifest import content_hash
-from spes_p2p.consensus.messages import Accusation, Content, Plan, Report, Signed
+from spes_p2p.consensus.messages import Accusation, Plan, Report, Signed
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Key, State
 from spes_p2p.ids import sha256

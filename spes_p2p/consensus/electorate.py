@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Signed
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 NIL = NO_HASH
@@ -59,14 +59,6 @@ class Electorate:
 
 
 AnyVote = TypeVar("AnyVote", Prevote, Precommit)
-
-
-@dataclass(frozen=True)
-class Equivocation:
-    """Two messages of one elector in one ballot, of which an honest one sends a single one: proof that it lies."""
-
-    first: Signed[Prevote] | Signed[Precommit] | Signed[Proposal]
-    second: Signed[Prevote] | Signed[Precommit] | Signed[Proposal]
 
 
 def is_polka(polka: Polka, electorate: Electorate, fingerprint: Hash, parent: Hash) -> bool:

@@ -7,18 +7,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from spes_p2p.consensus.actions import Build
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Contribution, Merge
 from spes_p2p.consensus.membership import Roll
-from spes_p2p.consensus.messages import (
-    Commit,
-    DecayOrder,
-    Envelope,
-    Intent,
-    Report,
-    Signed,
-    Work,
-)
+from spes_p2p.consensus.messages import Commit, DecayOrder, Intent, Report, Signed, Work
 from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.content import Content, joined_hashes
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Content, joined_hashes, plan_hash
+from spes_p2p.consensus.messages import plan_hash
 from spes_p2p.consensus.plan_rules import due_blocks
 from spes_p2p.consensus.slices import columns_of_few
 from spes_p2p.consensus.state import State

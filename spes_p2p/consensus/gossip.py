@@ -9,13 +9,12 @@ from spes_p2p.consensus.actions import (
     Send,
 )
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
     Accusation,
-    Content,
     DegradedProposal,
-    Envelope,
     Plan,
     Report,
     Signed,

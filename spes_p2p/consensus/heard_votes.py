@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
+from spes_p2p.consensus.content import Equivocation, says
 from spes_p2p.consensus.electorate import (
     MAX_BALLOT,
     NIL,
     AnyVote,
     Electorate,
-    Equivocation,
     is_polka,
     make_polka,
 )
@@ -67,7 +68,7 @@ class HeardVotes:
             return
         known = kept.get(signed.author)
         if known is not None and known.value.ballot == signed.value.ballot and known.value != signed.value:
-            self.evidence.setdefault(signed.author, Equivocation(known, signed))
+            self.evidence.setdefault(signed.author, _both(known, signed))
         if ballot_of(known) < signed.value.ballot:
             kept[signed.author] = signed
 
@@ -91,8 +92,8 @@ class HeardVotes:
         if proposal.polka is not None and not self._is_older_polka(proposal):
             return
         known = self.proposals.get(signed.author)
-        if known is not None and known.value.ballot == proposal.ballot and _says(known) != _says(signed):
-            self.evidence.setdefault(signed.author, Equivocation(known, signed))
+        if known is not None and known.value.ballot == proposal.ballot and says(known) != says(signed):
+            self.evidence.setdefault(signed.author, Equivocation(proposals=(known, signed)))
         if proposal.polka is not None:
             self._take_polka(proposal.polka)
         if ballot_of(known) < proposal.ballot:
@@ -166,5 +167,8 @@ class HeardVotes:
                 yield votes
 
 
-def _says(signed: Signed[Proposal]) -> tuple[Hash, int]:
-    return signed.value.value, signed.value.polka_ballot
+def _both(first: Signed[AnyVote], second: Signed[AnyVote]) -> Equivocation:
+    pair = (first, second)
+    if isinstance(first.value, Prevote):
+        return Equivocation(prevotes=cast("tuple[Signed[Prevote], ...]", pair))
+    return Equivocation(precommits=cast("tuple[Signed[Precommit], ...]", pair))

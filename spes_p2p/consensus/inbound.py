@@ -12,16 +12,15 @@ from typing import TypeVar
 from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.child_checks import check_child, check_newcomers
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
-    Content,
     DegradedProposal,
     DegradedVote,
-    Envelope,
     Plan,
     Report,
     Signed,

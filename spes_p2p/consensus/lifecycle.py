@@ -65,7 +65,9 @@ class Lifecycle:
             self._others.asked_last = None
         self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
         named = {member.peer for member in tip.members}
-        self._others.evidence = {peer: some for peer, some in self._others.evidence.items() if peer in named}
+        for known in (self._others.evidence, self._others.equivocations):
+            for peer in known.keys() - named:
+                del known[peer]
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
             del self._others.contacts[peer]
         for contact in self._others.contacts.values():

@@ -6,13 +6,10 @@ round and are forgotten with it. A message that must be trusted travels as `Sign
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, content_hash
-from spes_p2p.consensus.membership import Roll
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.wire import pack
 
@@ -294,41 +291,6 @@ class Verdict:
     finding: str
 
 
-def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
-    """Of each reported slice the hashes of its tiles, joined."""
-    return tuple(b"".join(signed.value.wire_hashes) for signed in reports)
-
-
-@dataclass(frozen=True)
-class Statements:
-    """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
-    they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
-    `ready`. `decay` is beside the manifest that takes it up, and later ones do without; so is `roll`. Who is banned
-    from now on follows from `accusations` and, as what came of audits does, from `verdicts`.
-    """
-
-    ready: tuple[Signed[Ready], ...]
-    reports: tuple[Signed[Report], ...]
-    statuses: tuple[Signed[Status], ...]
-    decay: Signed[DecayOrder] | None = None
-    roll: Signed[Roll] | None = None
-    accusations: tuple[Signed[Accusation], ...] = ()
-    verdicts: tuple[Signed[Verdict], ...] = ()
-
-
-@dataclass(frozen=True)
-class Content:
-    """A manifest that is voted on, and what its signers said that it follows from (see `statements`)."""
-
-    manifest: Manifest
-    statements: Statements
-
-    @cached_property
-    def wire_hashes(self) -> tuple[bytes, ...]:
-        """Of each slice the hashes of its tiles, joined."""
-        return joined_hashes(self.statements.reports)
-
-
 @dataclass(frozen=True)
 class DegradedProposal:
     """The leader of a degraded set asks those in it to sign a manifest; `attempt` numbers what it asked.
@@ -404,29 +366,6 @@ class Commit:
 
     certificate: Certificate
     manifest: Manifest
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """One message between two peers: the sender's status and what the receiver lacks.
-
-    `ready` is what the roster of `plan` follows from. `answers` is the life of the receiver that the sender has heard,
-    0 for none.
-    """
-
-    sender: PeerId
-    statuses: tuple[Signed[Status], ...] = ()
-    plan: Signed[Plan] | None = None
-    ready: tuple[Signed[Ready], ...] = ()
-    reports: tuple[Signed[Report], ...] = ()
-    accusations: tuple[Signed[Accusation], ...] = ()
-    verdicts: tuple[Signed[Verdict], ...] = ()
-    votes: tuple[Votes, ...] = ()
-    contents: tuple[Content, ...] = ()
-    degraded_proposals: tuple[Signed[DegradedProposal], ...] = ()
-    degraded_votes: tuple[Signed[DegradedVote], ...] = ()
-    commit: Commit | None = None
-    answers: int = 0
 
 
 def signing_bytes(value: Any) -> bytes:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-    Content,
-    DegradedProposal,
-    Signed,
-)
+from spes_p2p.consensus.messages import Commit, DegradedProposal, Signed
 from spes_p2p.consensus.state import HOPELESS, Key, State
 from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.ids import Hash

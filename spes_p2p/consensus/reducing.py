@@ -10,14 +10,9 @@ from spes_p2p.consensus.actions import (
 )
 from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.content import joined_hashes
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
-from spes_p2p.consensus.messages import (
-    LOST,
-    Report,
-    Signed,
-    joined_hashes,
-    plan_hash,
-)
+from spes_p2p.consensus.messages import LOST, Report, Signed, plan_hash
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.rules import (
     Outcome,

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.content import Content, Equivocation
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.liveness import Liveness
@@ -21,7 +22,6 @@ from spes_p2p.consensus.membership import Admission, Roll, newest_roll, still_ba
 from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
-    Content,
     DecayOrder,
     DegradedProposal,
     DegradedVote,
@@ -130,8 +130,8 @@ class Others:
     whose tiles were asked for in vain; of them one try is enough, until one of theirs comes. `asked`, `asked_last`,
     `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
     was first seen on a later manifest. `placed`: whether a tip of others is on another history than ours; `looked_at`:
-    until when such histories, by their tips, are not looked at again. `evidence`: what
-    members say of who has lied as a reducer, by whom they say it of and who does; `false_accusers`: who was wrong.
+    until when such histories, by their tips, are not looked at again. `evidence`: what members say of who has lied as a
+    reducer, by whom they say it of and who does; `false_accusers`: who was wrong. `equivocations`: who voted twice.
     `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
     """
 
@@ -153,6 +153,7 @@ class Others:
     placed: dict[Hash, bool] = field(default_factory=dict)
     looked_at: dict[Hash, Moment] = field(default_factory=dict)
     evidence: dict[PeerId, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
+    equivocations: dict[PeerId, Equivocation] = field(default_factory=dict)
     false_accusers: set[PeerId] = field(default_factory=set)
     heard_since: dict[PeerId, Moment] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
+from spes_p2p.consensus.content import Content, Equivocation, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import (
@@ -39,16 +40,7 @@ from spes_p2p.consensus.membership import (
     trainers,
     weightless,
 )
-from spes_p2p.consensus.messages import (
-    Accusation,
-    Content,
-    DecayOrder,
-    Ready,
-    Signed,
-    Statements,
-    Status,
-    Verdict,
-)
+from spes_p2p.consensus.messages import Accusation, DecayOrder, Ready, Signed, Status, Verdict
 from spes_p2p.consensus.probation import drawn_auditors, outcome_of
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
 from spes_p2p.consensus.standing import failed_too_often, findings_of
@@ -147,7 +139,7 @@ def content_of(
     roll = parent.roll if newer is None else newer.value
     said = (signed.value for signed in statements.statuses)
     audited, verdicts = audited_after(rules, parent, statements.verdicts)
-    banned, proven = banned_after(rules, parent, roll, statements.accusations, audited)
+    banned, proven, twice = banned_after(rules, parent, roll, statements, audited)
     vouched = vouched_after(rules, parent, statements.statuses, banned)
     admission = rules.admission(roll, banned, vouched, parent.round + 1)
     voting, wishes = members_after(parent, said, needed, admission)
@@ -170,6 +162,7 @@ def content_of(
             newer,
             proven,
             verdicts,
+            twice,
         ),
     )
 
@@ -178,15 +171,16 @@ def banned_after(
     rules: RunRules,
     parent: Manifest,
     roll: Roll | None,
-    accusations: Iterable[Signed[Accusation]],
+    statements: Statements,
     audited: Collection[Audited] = (),
-) -> tuple[tuple[PeerId, ...], tuple[Signed[Accusation], ...]]:
-    """(whom the child of `parent` with `roll` bans, by whose word): those before it whom the organiser has not let in
-    again, whom a quorum of its electors accuses, and who failed too many audits."""
+) -> tuple[tuple[PeerId, ...], tuple[Signed[Accusation], ...], tuple[Equivocation, ...]]:
+    """(whom the child of `parent` with `roll` bans, by whose word, by which two votes): those before it whom the
+    organiser has not let in again, whom a quorum of its electors accuses, who voted twice, and who failed too many
+    audits."""
     before = still_banned(parent.banned, parent.roll, roll)
     electorate = Electorate(tuple(member.peer for member in electors(parent.members)), rules.faults)
     known: dict[PeerId, dict[PeerId, Signed[Accusation]]] = {}
-    for signed in accusations:
+    for signed in statements.accusations:
         is_proof = signed.value.fingerprint == rules.fingerprint and not signed.value.loses_many
         if is_proof and signed.author in electorate.order:
             known.setdefault(signed.value.report.author, {})[signed.author] = signed
@@ -195,11 +189,20 @@ def banned_after(
         for peer, some in sorted(known.items())
         if peer not in before and len(some) >= electorate.quorum
     }
+    twice = _voted_twice(rules, parent, statements.equivocations)
     room = MAX_MANIFEST_BANS - len(before)
-    chosen = list(proven)[:room]
+    chosen = [*proven, *sorted(twice.keys() - {*before, *proven})][:room]
     failed = sorted(failed_too_often(parent.members, findings_of(audited)) - {*before, *chosen})
     banned = (*before, *chosen, *failed[: room - len(chosen)])
-    return tuple(sorted(banned)), tuple(signed for peer in chosen for signed in proven[peer])
+    accused = tuple(signed for peer in chosen for signed in proven.get(peer, ()))
+    return tuple(sorted(banned)), accused, tuple(twice[peer] for peer in chosen if peer not in proven)
+
+
+def _voted_twice(rules: RunRules, parent: Manifest, said: Iterable[Equivocation]) -> dict[PeerId, Equivocation]:
+    """Members that are proven to lie, by the first proof each. With `crash` electors lose records, but do not lie."""
+    proofs = [one for one in said if rules.faults is Faults.BYZANTINE and one.is_proof(rules.fingerprint)]
+    named = {member.peer for member in parent.members}
+    return {one.author: one for one in reversed(proofs) if one.author in named}
 
 
 def audited_after(
@@ -279,10 +282,10 @@ def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Co
     _check_reports(manifest_hash(parent), statements, where)
     again = content_of(rules, parent, ledger, statements, child.state_root, child.merge)
     kept = again.statements
-    if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll, kept.accusations, kept.verdicts) != (
-        len(statements.ready), len(statements.statuses), statements.decay, statements.roll, statements.accusations,
-        statements.verdicts,
-    ):  # fmt: skip
+    if (len(kept.ready), len(kept.statuses)) != (len(statements.ready), len(statements.statuses)) or any(
+        getattr(kept, name) != getattr(statements, name)
+        for name in ("decay", "roll", "accusations", "verdicts", "equivocations")
+    ):
         raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(again.manifest, name):

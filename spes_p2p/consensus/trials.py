@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spes_p2p.consensus.actions import Try
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Slice
-from spes_p2p.consensus.messages import Content
 from spes_p2p.consensus.slices import Column, columns_of_few
 from spes_p2p.consensus.state import State
 from spes_p2p.ids import Hash

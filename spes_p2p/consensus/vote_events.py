@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from spes_p2p.consensus.electorate import Equivocation
+from spes_p2p.consensus.content import Equivocation
 from spes_p2p.consensus.messages import Precommit, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash

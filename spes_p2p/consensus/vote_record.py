@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.electorate import NIL
-from spes_p2p.consensus.messages import (
-    Content,
-    DegradedProposal,
-    DegradedVote,
-    Polka,
-    Precommit,
-    Prevote,
-    Proposal,
-    Signed,
-)
+from spes_p2p.consensus.messages import DegradedProposal, DegradedVote, Polka, Precommit, Prevote, Proposal, Signed
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import Hash
 

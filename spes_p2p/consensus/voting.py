@@ -13,22 +13,12 @@ from dataclasses import replace
 from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.content import Content, Statements
 from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import (
-    QUORUM,
-    Certificate,
-    Commit,
-    Content,
-    DegradedVote,
-    Precommit,
-    Seal,
-    Signed,
-    Statements,
-    Votes,
-)
+from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal, Signed, Votes
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Heard, State
 from spes_p2p.consensus.statements import content_of
@@ -170,7 +160,8 @@ class Voting:
                     current.deadlines = {key: since for key, since in current.deadlines.items() if key[0] >= at}
                     current.deadlines[at, step] = now
                 case vote_on.Accuse(evidence):
-                    self._state.notify("lies", "it has signed two different votes in one ballot", evidence.first.author)
+                    self._state.notify("lies", "it has signed two different votes in one ballot", evidence.author)
+                    self._state.others.equivocations.setdefault(evidence.author, evidence)
                 case vote_on.RecordIsOld() if self._state.is_elector():  # else they are words of an earlier incarnation
                     self.forget_record(self._own.incarnation)
         vote.own_value = None  # it is proposed now, or not at all: another ballot has another manifest
@@ -223,7 +214,8 @@ class Voting:
         others = self._state.others
         accusations = tuple(signed for some in others.evidence.values() for signed in some.values())
         verdicts = tuple(one for some in self._state.round.verdicts.values() for one in some.values())
-        statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations, verdicts)
+        twice = tuple(others.equivocations.values())
+        statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations, verdicts, twice)
         tip, ledger = self._state.tip, self._state.ledger
         return content_of(self._rules, tip, ledger, statements, outcome.state_root, outcome.merge)
 

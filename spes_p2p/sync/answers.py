@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Contribution
-from spes_p2p.consensus.messages import (
-    Envelope,
-)
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.retention import Retention

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Merge, Slice
-from spes_p2p.consensus.messages import Content
 from spes_p2p.consensus.rules import MergeKind
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short

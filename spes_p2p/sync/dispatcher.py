@@ -13,12 +13,10 @@ from typing import Protocol
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Envelope,
-)
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.failpoints import reached

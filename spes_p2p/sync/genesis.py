@@ -13,6 +13,7 @@ from spes_p2p.config.fingerprint import fingerprint
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -20,7 +21,6 @@ from spes_p2p.consensus.messages import (
     Certificate,
     Commit,
     DegradedVote,
-    Envelope,
     Precommit,
     Seal,
     Sealer,

@@ -12,15 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import (
-    Ballots,
-    Commit,
-    Envelope,
-    Intent,
-    Status,
-    Work,
-)
+from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.transfers import Transfers

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.messages import Envelope
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import MAX_CALL_BYTES

@@ -7,8 +7,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Contribution, Merge, Slice
-from spes_p2p.consensus.messages import Content, Plan
+from spes_p2p.consensus.messages import Plan
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.fraud import Charge
 

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from spes_p2p.consensus.messages import Accusation, Envelope, Signed, signing_bytes
+from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.messages import Accusation, Signed, signing_bytes
 from spes_p2p.consensus.statements import ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
@@ -137,6 +138,8 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
             yield content.statements.roll
         yield from _with_reports(content.statements.accusations)
         yield from content.statements.verdicts
+        for twice in content.statements.equivocations:
+            yield from twice.both
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

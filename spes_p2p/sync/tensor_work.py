@@ -15,6 +15,7 @@ import numpy as np
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import (
     Contribution,
     Manifest,
@@ -22,10 +23,7 @@ from spes_p2p.consensus.manifest import (
     Slice,
 )
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import (
-    Content,
-    Plan,
-)
+from spes_p2p.consensus.messages import Plan
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.weights import weighed
 from spes_p2p.errors import RemoteProtocolError, TileDamaged

@@ -12,21 +12,12 @@ from dataclasses import dataclass, field
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.columns import lost_columns
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    QUORUM,
-    Certificate,
-    Commit,
-    Envelope,
-    Precommit,
-    Prevote,
-    Proposal,
-    Signed,
-)
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, Precommit, Prevote, Proposal, Signed
 from spes_p2p.consensus.rules import RunRules, idle_members, neglected_columns
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import Range, Ranges, joined

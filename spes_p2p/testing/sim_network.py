@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from spes_p2p.consensus.messages import Envelope
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.ids import PeerId
 
 if TYPE_CHECKING:

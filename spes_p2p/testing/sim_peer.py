@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.messages import (
-    Envelope,
-    Intent,
-)
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.testing.sim_process import HEARTBEAT_SECONDS, SimProcess
 from spes_p2p.testing.sim_state import STEPS, Disk

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -15,10 +16,7 @@ from spes_p2p.consensus.manifest import (
     manifest_hash,
 )
 from spes_p2p.consensus.membership import FAILED, PASSED
-from spes_p2p.consensus.messages import (
-    Commit,
-    Envelope,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of

@@ -12,14 +12,10 @@ from typing import Any
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
-from spes_p2p.consensus.messages import (
-    Commit,
-    Envelope,
-    Intent,
-    Work,
-)
+from spes_p2p.consensus.messages import Commit, Intent, Work
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.vote_record import VoteRecord

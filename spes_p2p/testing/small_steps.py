@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from spes_p2p.consensus.messages import Commit, Envelope
+from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.testing.small_peer import Local, Setting, SmallStep
 from spes_p2p.testing.snapshots import Snapshots
 

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import DegradedProposal, Envelope, Signed, Status
+from spes_p2p.consensus.messages import DegradedProposal, Signed, Status
 from spes_p2p.consensus.state import Others, RoundState
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord

@@ -8,12 +8,9 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Contribution, Merge, Slice
-from spes_p2p.consensus.messages import (
-    Commit,
-    Content,
-    Plan,
-)
+from spes_p2p.consensus.messages import Commit, Plan
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256

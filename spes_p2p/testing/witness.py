@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Envelope
 from spes_p2p.consensus.timing import NEVER, Moment, Seconds
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.testing.judge import Guard, voters

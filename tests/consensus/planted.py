@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.forks import ForkDecision, Line
@@ -17,7 +18,7 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import QUORUM, Commit, Content, Precommit, Signed, Status
+from spes_p2p.consensus.messages import QUORUM, Commit, Precommit, Signed, Status
 from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan

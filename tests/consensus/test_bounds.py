@@ -13,6 +13,7 @@ import pytest
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus import membership
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import MAX_BALLOT
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
@@ -27,7 +28,6 @@ from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
     DegradedVote,
-    Envelope,
     Intent,
     Plan,
     Precommit,

@@ -9,6 +9,7 @@ import pytest
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, CatchUp, Forget
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.content import Envelope, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_polka
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
@@ -20,13 +21,11 @@ from spes_p2p.consensus.messages import (
     Certificate,
     DegradedProposal,
     DegradedVote,
-    Envelope,
     Intent,
     Precommit,
     Prevote,
     Proposal,
     Seal,
-    Statements,
     Status,
     Votes,
     Work,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice, Send
 from spes_p2p.consensus.child_checks import check_child
+from spes_p2p.consensus.content import Content, Envelope, Equivocation, Statements
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus
@@ -22,13 +23,13 @@ from spes_p2p.consensus.membership import LINK_PRIVATE, Member, Roll, electors
 from spes_p2p.consensus.messages import (
     Accusation,
     Ballots,
-    Content,
     DecayOrder,
-    Envelope,
     Intent,
+    Precommit,
+    Prevote,
+    Proposal,
     Report,
     Signed,
-    Statements,
     Status,
     Work,
 )
@@ -243,6 +244,46 @@ def test_whom_a_quorum_of_electors_accuses_is_banned_for_good(voter: Consensus, 
     assert child.banned == (accused.author,)
     with pytest.raises(RemoteProtocolError, match="whom it bans does not follow"):
         check_child(rules, content.manifest, EMPTY, replace(child, banned=()))
+
+
+def test_two_votes_of_one_ballot_ban_who_signed_them(voter: Consensus, honest: Content) -> None:
+    tip, said, made = voter.tip, honest.statements, honest.manifest
+    liar, other = (member.peer for member in electors(tip.members)[:2])
+    ours, prevote = voter.state.rules, Prevote(voter.state.rules.fingerprint, made.parent, 0, NO_HASH)
+
+    def voted(*votes: Prevote, author: PeerId = liar) -> Equivocation:
+        return Equivocation(prevotes=tuple(FakeSealer(author).seal(vote) for vote in votes))
+
+    def banned(rules: RunRules, *proofs: Equivocation) -> tuple[PeerId, ...]:
+        content = content_of(rules, tip, EMPTY, replace(said, equivocations=proofs), made.state_root, made.merge)
+        check_content(rules, tip, EMPTY, content)
+        assert {proof.author for proof in content.statements.equivocations} == {*content.manifest.banned}
+        return content.manifest.banned
+
+    twice = voted(prevote, replace(prevote, value=made.state_root))
+    byzantine = replace(ours, faults=Faults.BYZANTINE)
+    assert banned(byzantine, twice) == (liar,)
+    assert banned(byzantine, twice, twice) == (liar,)
+    assert banned(replace(ours, faults=Faults.CRASH), twice) == (), "who lost its record does not lie"
+    precommits = tuple(FakeSealer(liar).seal(Precommit(*astuple(vote.value))) for vote in twice.prevotes)
+    assert banned(byzantine, Equivocation(precommits=precommits)) == (liar,)
+    proposals = tuple(FakeSealer(liar).seal(Proposal(*astuple(vote.value))) for vote in twice.prevotes)
+    assert banned(byzantine, Equivocation(proposals=proposals)) == (liar,)
+    for nothing in (
+        Equivocation(),
+        voted(prevote),
+        voted(prevote, prevote),
+        voted(prevote, replace(prevote, ballot=1, value=made.state_root)),
+        voted(prevote, replace(prevote, parent=NO_HASH, value=made.state_root)),
+        voted(*(replace(vote.value, fingerprint=NO_HASH) for vote in twice.prevotes)),
+        Equivocation(prevotes=twice.prevotes[:1] + voted(twice.prevotes[1].value, author=other).prevotes),
+        Equivocation(prevotes=twice.prevotes[:1], precommits=precommits[1:]),
+        voted(*(vote.value for vote in twice.prevotes), author=PeerId("a stranger")),
+    ):
+        assert banned(byzantine, nothing) == ()
+        content = content_of(byzantine, tip, EMPTY, said, made.state_root, made.merge)
+        with pytest.raises(RemoteProtocolError, match="nothing in it follows from"):
+            check_content(byzantine, tip, EMPTY, with_statements(content, equivocations=(nothing,)))
 
 
 def test_only_a_vouch_that_comes_after_a_ban_lifts_it(voter: Consensus, honest: Content) -> None:

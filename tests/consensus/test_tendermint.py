@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.electorate import NIL, Electorate, Equivocation, Faults, is_polka
+from spes_p2p.consensus.content import Equivocation
+from spes_p2p.consensus.electorate import NIL, Electorate, Faults, is_polka
 from spes_p2p.consensus.messages import Polka, Votes
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import (
@@ -363,10 +364,10 @@ def test_who_votes_twice_is_accused_and_counted_once() -> None:
     scene = Scene(B)
     scene.prevoted(0, V, C)
     scene.prevoted(0, W, C)
-    assert Accuse(Equivocation(prevote_of(C, 0, V), prevote_of(C, 0, W))) in scene.asked
+    assert Accuse(Equivocation(prevotes=(prevote_of(C, 0, V), prevote_of(C, 0, W)))) in scene.asked
     scene.proposed(0, V)
     scene.proposed(0, W)
-    accused = Equivocation(proposal_of(A, 0, V, None), proposal_of(A, 0, W, None))
+    accused = Equivocation(proposals=(proposal_of(A, 0, V, None), proposal_of(A, 0, W, None)))
     assert Accuse(accused) in scene.asked
 
 

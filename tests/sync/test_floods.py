@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import Ballots, Envelope, Intent, Signed, Status, Work
+from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.messages import Ballots, Intent, Signed, Status, Work
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.door import Rate

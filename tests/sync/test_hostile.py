@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Contribution
-from spes_p2p.consensus.messages import Envelope, Signed, Work
+from spes_p2p.consensus.messages import Signed, Work
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import (
     ChainRequest,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Status, Work
+from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId

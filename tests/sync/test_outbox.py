@@ -7,17 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Slice
-from spes_p2p.consensus.messages import (
-    Ballots,
-    Envelope,
-    Intent,
-    Prevote,
-    Report,
-    Status,
-    Votes,
-    Work,
-)
+from spes_p2p.consensus.messages import Ballots, Intent, Prevote, Report, Status, Votes, Work
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork

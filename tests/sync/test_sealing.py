@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.messages import (
     Ballots,
-    Envelope,
     Intent,
     Polka,
     Prevote,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.electorate import NIL, Faults
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
@@ -25,9 +26,7 @@ from spes_p2p.consensus.messages import (
     Ballots,
     Certificate,
     Commit,
-    Content,
     DegradedVote,
-    Envelope,
     Plan,
     Polka,
     Precommit,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.fairness import Fairness
-from spes_p2p.consensus.messages import Content
 from spes_p2p.testing.attackers.leaders import LEADERS
 from spes_p2p.testing.sim_liars import play
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.messages import (
-    Commit,
-    Envelope,
-    Status,
-)
+from spes_p2p.consensus.messages import Commit, Status
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.requests import unpack_request

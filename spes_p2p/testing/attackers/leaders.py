@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.gossip import Gossip
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import Content, Envelope, Proposal, Report, Signed, Status, Votes
+from spes_p2p.consensus.messages import Proposal, Report, Signed, Status, Votes
 from spes_p2p.consensus.reducing import Reducing
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.statements import content_of

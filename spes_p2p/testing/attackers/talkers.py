@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -14,7 +15,6 @@ from spes_p2p.consensus.messages import (
     Certificate,
     Commit,
     DegradedVote,
-    Envelope,
     Intent,
     Seal,
     Signed,
