@@ -50,7 +50,23 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="also run the tests marked `thorough`")
+    parser.addoption("--thorough", action="store_true", help="also run what is marked `thorough`, and all variants")
+
+
+def unsampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The variants of tests marked `sampled` that are left out."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for same in variants.values():
+        mark = same[0].get_closest_marker("sampled")
+        assert mark is not None
+        wanted, last = mark.args[0], len(same) - 1
+        kept = {round(at * last / max(1, wanted - 1)) for at in range(wanted)}
+        left_out |= {item for at, item in enumerate(same) if at not in kept}
+    return left_out
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,8 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     `--dist loadfile --no-loadscope-reorder` hands out files in the order of their tests.
     """
     if not config.getoption("thorough"):
-        deselected = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=deselected)
+        deselected = {item for item in items if item.get_closest_marker("thorough")} | unsampled(items)
+        config.hook.pytest_deselected(items=list(deselected))
         items[:] = [item for item in items if item not in deselected]
 
     def place(item: pytest.Item) -> int:

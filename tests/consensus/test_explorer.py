@@ -97,14 +97,14 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("turns")
 def test_no_schedule_breaks_a_rule_where_columns_take_turns() -> None:
-    summary = explore(range(100))
+    summary = explore(range(50))
     assert not summary.findings, report(summary)
 
 
 def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With three parts of two shared tiles: one of the syncs has none."""
     monkeypatch.setattr(sim, "run_rules", partial(run_rules, expert_rounds=3, fragments=3))
-    summary = explore(range(100))
+    summary = explore(range(50))
     assert not summary.findings, report(summary)
 
 

@@ -58,6 +58,7 @@ def rounds_of(peers: list[SimPeer]) -> set[int]:
     return {peer.disk.tip.round for peer in peers}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(3, 7))
 def test_one_that_was_cut_off_is_heard_for_a_moment_and_dies(seed: int) -> None:
     """The others lose no round."""
@@ -77,6 +78,7 @@ def test_one_that_was_cut_off_is_heard_for_a_moment_and_dies(seed: int) -> None:
         assert commit.certificate.manifest not in {one.certificate.manifest for one in line}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(3, 7))
 def test_one_that_was_cut_off_and_stays_goes_over_to_the_others(seed: int) -> None:
     """They commit their own child with the work that was under way; it follows, and is a member again."""
@@ -108,6 +110,7 @@ def test_two_friends_that_were_apart_for_a_night_go_on_with_the_one_that_did_mor
     play(world, lambda: world.is_one_history() and one.disk.tip.tokens > tokens, 300.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_words_that_waited_while_a_machine_slept_are_no_sign_of_life(seed: int) -> None:
     """Of three, one sleeps, one dies and one goes on alone. Who wakes takes its round without a second wait."""

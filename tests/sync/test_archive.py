@@ -518,6 +518,7 @@ def test_certificates_come_while_an_older_state_is_on_its_way(folder: Path) -> N
     with_archive(folder, play)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("later", ["archive", "certificates"])
 def test_a_member_that_only_looks_on_after_a_restart_stands_by_no_vote(folder: Path, later: str) -> None:
     """`--serve` was left out: the others go on without it as without any member that is gone."""

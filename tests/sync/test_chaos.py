@@ -74,6 +74,7 @@ class Misfortune:
         self.swarm.network.set_link(self.rng.choice(self.names), None, shape)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(at, marks=pytest.mark.thorough) for at in range(2, 6))])
 def test_a_swarm_outlives_misfortune(folder: Path, seed: int, overlap: bool) -> None:

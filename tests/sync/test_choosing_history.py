@@ -169,6 +169,7 @@ def play_parted(folder: Path, play: Callable[[MemorySwarm, Surroundings, Hash, H
     in_swarm(folder, main, CONFIG)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("side", ["alone", "majority"])
 def test_the_organisers_choice_settles_it_also_for_who_restarts(folder: Path, side: str) -> None:
     """Everybody comes over, also `c`, which restarts meanwhile; who stands on what was chosen loses nothing."""

@@ -58,6 +58,7 @@ def raising(owner: Any, method: str, error: type[BaseException], after: bool = F
         delattr(owner, method)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["stage", "votes", "chain", "publish"])
 def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str) -> None:
     async def play(swarm: MemorySwarm) -> None:

@@ -226,6 +226,7 @@ def test_what_a_reducer_hands_out_is_refused_where_it_is_not_finite(folder: Path
     in_swarm(folder, play, small_config("sync.merge_alpha=0", *overrides, peers=4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overrides", [(), ("swarm.faults=byzantine",), ("sync.outer=nesterov",)])
 def test_a_reducer_that_hands_out_nothing_finite_in_any_round_does_not_stop_the_run(
     folder: Path, overrides: tuple[str, ...]

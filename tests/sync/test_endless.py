@@ -72,6 +72,7 @@ def lie(patch: pytest.MonkeyPatch, liar: Liar) -> None:
     patch.setattr(stream_server.StreamServer, "_serve", serve)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [VALUES, TILES])
 @pytest.mark.parametrize("trickles", [False, True], ids=["waits", "trickles"])
 def test_the_others_go_on_and_an_honest_end_is_counted_again(folder: Path, kind: str, trickles: bool) -> None:

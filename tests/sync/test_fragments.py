@@ -29,6 +29,7 @@ def shared_tiles(manifest: Manifest) -> list[int]:
     return [tile_id for piece in manifest.slices if piece.block == 0 for tile_id in piece.tile_ids]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_sync_brings_its_part_and_is_what_the_oracle_computes(folder: Path, overlap: bool) -> None:
     async def play(swarm: MemorySwarm) -> None:
@@ -51,6 +52,7 @@ def test_every_sync_brings_its_part_and_is_what_the_oracle_computes(folder: Path
     in_swarm(folder, play, fragmented(*MERGES, f"sync.overlap={overlap}"))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["fp32", "int8", "topk"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_each_peer_goes_on_from_its_own_values_of_what_had_no_turn(folder: Path, codec: str, overlap: bool) -> None:
@@ -65,6 +67,7 @@ def test_each_peer_goes_on_from_its_own_values_of_what_had_no_turn(folder: Path,
     in_swarm(folder, play, fragmented(*MERGES, f"sync.codec={codec}", f"sync.overlap={overlap}"))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", ["a", "c", *(pytest.param(name, marks=pytest.mark.thorough) for name in "bd")])
 def test_a_peer_is_killed_and_another_comes(folder: Path, victim: str) -> None:
     async def play(swarm: MemorySwarm) -> None:

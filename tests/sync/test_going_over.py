@@ -108,6 +108,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("overrides", "after"), VARIANTS)
 def test_a_round_made_alone_is_counted_by_the_others_next_one(
     folder: Path, overrides: tuple[str, ...], after: float

@@ -88,6 +88,7 @@ async def bring_back(swarm: MemorySwarm, name: str) -> None:
     await until(counts(swarm, name))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("step", LEADER_STEPS + MEMBER_STEPS)
 def test_a_peer_is_killed_at_a_step(folder: Path, step: str) -> None:
     """First the leader, then, where others pass the step too, one that is not."""
@@ -108,6 +109,7 @@ def test_a_peer_is_killed_at_a_step(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=4), seed=len(step))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "step", [failpoints.READY, failpoints.SERVE + "values", failpoints.STREAM + " values", failpoints.STAGED]
 )
@@ -182,6 +184,7 @@ def test_a_peer_that_catches_up_is_killed(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "step", [failpoints.CHECKPOINT_LINKED, failpoints.CHECKPOINT_WRITTEN, failpoints.CHECKPOINT_SEALED]
 )
@@ -202,6 +205,7 @@ def test_who_saves_a_checkpoint_is_killed(folder: Path, step: str) -> None:
     in_swarm(folder, play)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "step", ["plan", failpoints.COLLECTED, failpoints.STREAM + " tiles", "prevote", failpoints.APPENDED]
 )
@@ -221,6 +225,7 @@ def test_two_peers_are_killed_at_once(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=5))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", ["close", "plan", failpoints.STAGED, "prevote", failpoints.APPENDED])
 def test_every_peer_but_one_is_killed_at_once(folder: Path, step: str) -> None:
     """The one that is left waits for a majority as long as for any, and goes on alone."""

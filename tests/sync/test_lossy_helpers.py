@@ -86,6 +86,7 @@ def owners_of(swarm: MemorySwarm, ownership: Sequence[Sequence[PeerId]], tile_id
     return ownership[block - 1] if block else [life.name for life in swarm.up]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_another_helper_takes_over_while_the_column_pauses_and_the_first_comes_back(folder: Path, rounds: int) -> None:
     """What the first one had kept is dropped when the second hands the tile out, and never comes again."""

@@ -34,6 +34,7 @@ def config_of(codec: tuple[str, ...], *more: str, peers: int = 3) -> Config:
     return small_config(*codec, "sync.merge_interval=20", "sync.merge_alpha=0.3", *more, peers=peers)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("codec", CODECS, ids=" ".join)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_round_is_what_the_books_say(folder: Path, codec: tuple[str, ...], replicas: int) -> None:
@@ -48,6 +49,7 @@ def test_every_round_is_what_the_books_say(folder: Path, codec: tuple[str, ...],
     in_swarm(folder, play, config_of(codec, f"swarm.target_replicas={replicas}"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", [CODECS[0], CODECS[1], CODECS[-1]], ids=" ".join)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("turns", [1, 3])
@@ -77,6 +79,7 @@ FAULTY = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", FAULTY, ids=" ".join)
 def test_the_books_are_right_while_peers_die_come_back_and_leave(folder: Path, codec: tuple[str, ...]) -> None:
     """Reducers change, ballots are tried again, a column passes to its second owner and to a stranger."""
@@ -111,6 +114,7 @@ async def kill_the_leader(swarm: MemorySwarm) -> None:
     await closing()[0].kill()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
 def test_nothing_that_was_trained_is_lost(folder: Path, codec: str) -> None:
     """What was committed of a column, and what its owner is still ahead, is what the owner trained from the start."""
@@ -137,6 +141,7 @@ def test_nothing_that_was_trained_is_lost(folder: Path, codec: str) -> None:
 TURNS = (("sync.codec=fp32",), ("sync.codec=int8",))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", TURNS, ids=" ".join)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_columns_take_turns(folder: Path, codec: tuple[str, ...], replicas: int) -> None:

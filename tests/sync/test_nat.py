@@ -30,6 +30,7 @@ def commits_of(swarm: MemorySwarm) -> list[Commit]:
     return [chain.commit(round) for round in range(2, chain.length)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_two_hidden_peers_train_with_one_that_can_be_dialled(folder: Path, replicas: int, codec: str) -> None:

@@ -181,6 +181,7 @@ def test_a_link_that_can_never_follow_is_refused_in_one_sentence(folder: Path) -
     assert 3 < float(needed) / float(rate) < 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "outer",
     [

@@ -68,6 +68,7 @@ def check_server(swarm: MemorySwarm) -> None:
         assert store.version(round).root == chain.commit(round).manifest.state_root
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_two_homes_train_with_nobody_but_the_bootstrap_node(folder: Path, replicas: int, codec: str) -> None:

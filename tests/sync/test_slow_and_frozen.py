@@ -51,6 +51,7 @@ def tokens_per_second(folder: Path, seconds: dict[str, float], steps_per_round: 
     return in_swarm(folder / f"{len(seconds)}", play, config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("others", "steps_per_round"), [(1, 20), (3, 10), (3, 20)])
 def test_a_peer_four_times_slower_costs_the_others_little(folder: Path, others: int, steps_per_round: int) -> None:
     """At least nine tenths of the tokens a second that they make without it."""
@@ -88,6 +89,7 @@ def test_a_peer_that_was_slow_for_one_round_does_not_make_rounds_longer_for_good
     in_swarm(folder, play, small_config(peers=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "step", [failpoints.READY, failpoints.COLLECTED, failpoints.STREAM + " values", "prevote", failpoints.APPENDED]
 )
@@ -114,6 +116,7 @@ def test_a_frozen_peer_notices_that_it_is_behind_and_catches_up(folder: Path, st
     in_swarm(folder, play, small_config(peers=4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moment", ["reduce", failpoints.STREAM + " values", failpoints.STREAM + " tiles"])
 def test_a_link_that_drops_to_a_tenth_of_its_rate_half_way(folder: Path, moment: str) -> None:
     """Slow is not lost: as long as bytes move nobody is given up, and all are counted."""

@@ -67,6 +67,7 @@ def check_one_history(swarm: MemorySwarm) -> None:
         assert child.manifest.parent == manifest_hash(parent.manifest)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_minority_that_went_on_alone_comes_back(folder: Path, seed: int) -> None:
     """The majority's rounds stay; the other's are lost, and reported in tokens; it takes part again."""
@@ -97,6 +98,7 @@ def test_a_minority_that_went_on_alone_comes_back(folder: Path, seed: int) -> No
     in_swarm(folder, play, small_config(peers=4), seed=seed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_halves_become_one_again(folder: Path, seed: int) -> None:
     """Neither has a majority: the half that trained more wins."""
@@ -157,6 +159,7 @@ def test_going_over_is_cut_short_and_ends_after_a_restart(folder: Path) -> None:
         in_swarm(folder / str(number), partial(play, moment=moment), config, number)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seconds", [5.0, 20.0, 40.0])
 def test_a_router_that_reboots_makes_no_fork(folder: Path, seconds: float) -> None:
     async def play(swarm: MemorySwarm) -> None:

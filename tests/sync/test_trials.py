@@ -84,6 +84,7 @@ def column_of(swarm: MemorySwarm, name: str, column: int) -> float:
     return float(np.mean(store.version(max(store.rounds())).block(1 + column)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_harmful_column_keeps_its_values_and_the_others_go_on(folder: Path, setting: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
@@ -135,6 +136,7 @@ def test_a_column_of_two_is_tried_too(folder: Path) -> None:
     in_swarm(folder, play, config_of(replicas=2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("liars", ["a", "ab"])
 def test_who_calls_all_columns_harmful_harms_nobody(folder: Path, liars: str) -> None:
     """A leader may always lack something; what others build and vote for is as they find it."""

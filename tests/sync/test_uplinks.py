@@ -41,6 +41,7 @@ def shares(swarm: MemorySwarm, round: int) -> Counter[PeerId]:
     return Counter(piece.reducer for piece in slices if piece.block == 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("told", [{}, {"a": 200_000}], ids=["untold", "told less"])
 def test_slices_go_where_the_measured_uplinks_are(
     folder: Path, told: dict[str, int], monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def standing(manifest: Manifest, name: str = NEWCOMER) -> int | None:
     return next((member.probation for member in manifest.members if member.peer == name), None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_newcomer_counts_once_it_has_passed_audits(folder: Path, setting: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
@@ -220,6 +221,7 @@ def shows_other_values(peer: PretendPeer) -> None:
     peer.driver._serving._inputs = shown
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [shows_nothing, shows_other_values])
 def test_who_shows_auditors_nothing_counts_less_and_is_not_banned(
     folder: Path, how: Callable[[PretendPeer], None]

@@ -186,6 +186,7 @@ def test_work_is_audited_and_one_lying_auditor_decides_nothing(tmp_path: Path, m
     assert (trial.banned, trial.banned_honest) == (0, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["takes-columns", "two-votes"])
 def test_a_part_of_a_liars_consensus_lies_and_the_run_goes_on(

@@ -55,7 +55,7 @@ def test_messages_that_overtake_each_other_break_nothing() -> None:
         (planted.PrevotesBeforeStaging, 0, "staging"),
         (planted.SpeaksBeforeWriting, 0, "durability"),
         (planted.DoesNotWait, 2, "wait"),
-        (planted.NeverBlamesTheLeader, 1, "stall"),
+        pytest.param(planted.NeverBlamesTheLeader, 1, "stall", marks=pytest.mark.thorough),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )

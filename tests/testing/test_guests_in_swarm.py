@@ -144,6 +144,7 @@ def check_hand_outs(seen: Seen, tolerance: float = 2e-6) -> int:
     return counted
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -161,6 +162,7 @@ def test_every_hand_out_has_what_guests_trained(data: Path, tmp_path: Path, over
     assert check_hand_outs(seen) >= 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("codec", "error"), [("bf16", 0.003), ("int8", 0.01), ("int4", 0.15)])
 def test_with_a_lossy_codec_it_is_the_change_with_guests_that_is_encoded(
     data: Path, tmp_path: Path, codec: str, error: float
@@ -175,6 +177,7 @@ def test_with_a_lossy_codec_it_is_the_change_with_guests_that_is_encoded(
             assert np.linalg.norm(after - made) < error * np.linalg.norm(made - before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_owners_that_cannot_be_dialled_take_everybody_in(data: Path, tmp_path: Path, codec: str) -> None:
     """Two peers at home own a column each: the guest at the other home is in it, since the public one reduces it."""

@@ -116,13 +116,22 @@ def compare(*words: object) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_the_comparison_writes_a_table_of_all_arms_and_does_not_run_them_again(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "some",
+    [
+        ("centralized", "diloco", "spes", "two-periods", "guests-4", "muon"),
+        pytest.param((), marks=pytest.mark.thorough),
+    ],
+    ids=["some", "all"],
+)
+def test_the_comparison_writes_a_table_of_its_arms_and_does_not_run_them_again(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], some: tuple[str, ...]
 ) -> None:
     page, points = tmp_path / "results.md", tmp_path / "points.json"
     files = ["--data", data, "--output", page, "--json", points, "--jobs", 1]
-    script = compare(*files, "--seeds", 0)
-    arms, (begin, end) = list(script["ARMS"]), script["SHORT"]
+    chosen = ("--arms", *some) if some else ()
+    script = compare(*files, *chosen, "--seeds", 0)
+    arms, (begin, end) = list(some or script["ARMS"]), script["SHORT"]
     text = page.read_text()
     for arm in arms:
         assert f"| {arm} | " in text
@@ -163,6 +172,7 @@ def test_an_unknown_arm_is_named(data: Path, tmp_path: Path) -> None:
         compare("--data", data, "--arms", "spse", "--output", "")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_comparison_that_is_ended_leaves_no_folder(data: Path, tmp_path: Path, number: signal.Signals) -> None:

@@ -206,6 +206,7 @@ def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Pa
     assert all(np.array_equal(after[column].values, again[column].values) for column in FOREIGN)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("micro", "sharding"), [(8, "none"), (2, "none"), (2, "zero2")])
 def test_two_ranks_are_one_guest(micro: int, sharding: str) -> None:
     config = guest_config(
