@@ -59,7 +59,7 @@ class SliceReduced:
 class SliceStaged:
     """The tiles of a slice are on disk; `hashes` concatenates theirs.
 
-    `times_ours`: so many times as far as what was trained here it goes; infinite where it goes another way.
+    `times_ours`: so many times as far as what was trained here it goes; 1e9 where it goes another way.
     """
 
     key: Key

@@ -21,6 +21,9 @@ from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.swarm.streams import MAX_HEADER_BYTES
 from spes_p2p.wire import pack, unpack
 
+ANOTHER_WAY = 1e9
+"""Times ours: more than any slice goes. Finite, since it is recorded."""
+
 
 class OtherValues(RemoteProtocolError):
     """A peer's values are not those that it has committed to."""
@@ -90,7 +93,7 @@ class Likeness:
 
     @property
     def times_ours(self) -> float:
-        """The length of the change that was handed out over that of ours; infinite where it goes another way."""
+        """The length of the change that was handed out over that of ours; `ANOTHER_WAY` where it goes there."""
         if self._product < 0 or self._theirs > 0 == self._own:
-            return math.inf
-        return math.sqrt(self._theirs / self._own) if self._own else 0.0
+            return ANOTHER_WAY
+        return min(ANOTHER_WAY, math.sqrt(self._theirs / self._own)) if self._own else 0.0

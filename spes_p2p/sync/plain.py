@@ -18,6 +18,7 @@ import msgpack
 
 from spes_p2p.consensus import (
     actions,
+    content,
     electorate,
     heard_votes,
     ledger,
@@ -53,6 +54,7 @@ _CLASSES = _classes(
     vote_events,
     manifest,
     messages,
+    content,
     ledger,
     electorate,
     heard_votes,
@@ -67,7 +69,9 @@ _CLASSES = _classes(
 )
 _ENUMS = {kind.__name__: kind for kind in (electorate.Faults, vote_events.Step, vote_events.Verdict)}
 _MESSAGES = {
-    name: _CLASSES[name] for name in _classes(manifest, messages, ledger) if name not in ("Signed", "Pace", "Window")
+    name: _CLASSES[name]
+    for name in _classes(manifest, messages, content, ledger)
+    if name not in ("Signed", "Pace", "Window")
 }
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"

@@ -20,7 +20,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.audit import Likeness
+from spes_p2p.sync.audit import ANOTHER_WAY, Likeness
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import PretendWork
@@ -276,7 +276,7 @@ def test_a_mean_is_like_what_it_is_made_of() -> None:
     mean = rows.mean(0, dtype=np.float32)
     way, ours = mean - base, rows[0] - base
     shorter = float(np.linalg.norm(way) / np.linalg.norm(ours))
-    for other, times in ((mean, shorter), (base - way, np.inf), (base + 10 * ours, 10)):
+    for other, times in ((mean, shorter), (base - way, ANOTHER_WAY), (base + 10 * ours, 10)):
         likeness = Likeness()
         for part in (slice(0, 400), slice(400, 1000)):
             likeness.add(other[part], rows[0][part], base[part])
@@ -284,4 +284,4 @@ def test_a_mean_is_like_what_it_is_made_of() -> None:
     likeness = Likeness()
     assert likeness.times_ours == 0  # nothing of ours to compare with
     likeness.add(mean, base, base)
-    assert likeness.times_ours == np.inf
+    assert likeness.times_ours == ANOTHER_WAY
