@@ -7,6 +7,8 @@ reported it has had its turns in this round, and nobody votes for a state with a
 
 from __future__ import annotations
 
+from statistics import median_high
+
 from spes_p2p.consensus.actions import Audit
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.events import Finding
@@ -95,12 +97,15 @@ class Audits:
             current.doubted.add(index)
 
     def _goes_far(self, index: int, times_ours: float) -> bool:
-        """Whether it goes farther than who trained most of its contributors can have come, if they train as we do."""
+        """Whether it goes farther than its contributors can have come, if they train as we do.
+
+        By the tokens of the one in the middle: what a few claim allows nothing.
+        """
         plan, work = self._state.round.plan, self._state.round.work
         assert plan is not None
         contributors = plan.value.slices[index].contributors
-        most = max((entry.tokens for entry in plan.value.roster if entry.peer in contributors), default=0)
-        return times_ours > FAR * max(1.0, most / max(1, work.tokens))
+        tokens = median_high(entry.tokens for entry in plan.value.roster if entry.peer in contributors)
+        return times_ours > FAR * max(1.0, tokens / max(1, work.tokens))
 
     def _leaves_out_many(self, report: Report) -> bool:
         """Whether so many are not in a mean of our plan, for whatever reason it gives, that it must be looked at."""

@@ -12,9 +12,9 @@ import pytest
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.audits import drawn
+from spes_p2p.consensus.audits import Audits, drawn
 from spes_p2p.consensus.manifest import Contribution, content_hash
-from spes_p2p.consensus.messages import LOST, Accusation, Plan
+from spes_p2p.consensus.messages import LOST, Accusation, Plan, Work
 from spes_p2p.consensus.slices import plan_slices
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Values
@@ -24,6 +24,7 @@ from spes_p2p.sync.audit import ANOTHER_WAY, Likeness
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import PretendWork
+from spes_p2p.testing.sim_state import FakeSealer
 from tests.state.test_mending import flip
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, in_swarm, small_config
 from tests.sync.test_clipping import alike
@@ -265,6 +266,29 @@ def test_as_many_slices_are_drawn_as_the_run_says(folder: Path, share: float) ->
             state.own.secret = number.to_bytes(4, "big")
             found += len(drawn(state, Plan(NO_HASH, NO_HASH, 0, peers[0], roster, slices)))
         assert found / 400 * len(peers) == pytest.approx(share * len(slices), rel=0.2)
+
+    in_swarm(folder, play, small_config(peers=1))
+
+
+@pytest.mark.parametrize(
+    ("times", "ours", "is_doubted"),
+    [(0.0, 100, False), (1.9, 100, False), (2.1, 100, True), (2.1, 50, False), (4.1, 50, True), (ANOTHER_WAY, 1, True)],
+)
+def test_what_goes_farther_than_we_trained_is_doubted(folder: Path, times: float, ours: int, is_doubted: bool) -> None:
+    """The last of the contributors claims a thousand times as many tokens, which allows it nothing."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a"])
+        core = swarm.peers[PeerId("a")].driver.core
+        state, peers = core.state, tuple(PeerId(name) for name in "abcd")
+        state.identity = replace(state.identity, rules=replace(state.rules, audited_share=0.08))
+        roster = tuple(Contribution(peer, 100_000 if peer == "d" else 100, 1, 1) for peer in peers)
+        piece = plan_slices(peers, (), {}, (2,), 2)[0]
+        plan = Plan(NO_HASH, NO_HASH, 0, peers[0], roster, (piece,))
+        state.round.plan, state.round.index_of = FakeSealer(peers[0]).seal(plan), {piece.key: 0}
+        state.round.work = Work(tokens=ours)
+        Audits(state, core._parts.proposals).staged(piece.key, times)
+        assert state.round.doubted == ({0} if is_doubted else set())
 
     in_swarm(folder, play, small_config(peers=1))
 

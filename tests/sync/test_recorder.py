@@ -5,18 +5,24 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import pytest
 
+from spes_p2p.consensus import vote_events
+from spes_p2p.consensus.content import Content, Equivocation, Statements
 from spes_p2p.consensus.events import Event
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import leader_order
+from spes_p2p.consensus.messages import Signed
+from spes_p2p.consensus.state import State
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
+from spes_p2p.sync.plain import _CLASSES, NOT_KEPT
 from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay
 from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
@@ -83,6 +89,31 @@ def test_what_is_looked_at_before_a_vote_is_recorded_too(folder: Path, tmp_path:
         assert all(step.same for step in replay(recording, rules_of(config, recording.info, state_layout(config))))
         seen |= {type(frame.event).__name__ for frame in recording.frames}
     assert {"SliceAudited", "ColumnsTried"} <= seen
+
+
+def test_all_that_a_state_machine_may_hold_can_be_recorded() -> None:
+    """By the annotations of its state and of its events."""
+    seen: set[Any] = set()
+
+    def walk(hint: Any) -> None:
+        if hint in seen:
+            return
+        seen.add(hint)
+        for part in (*get_args(hint), get_origin(hint)):
+            walk(part)
+        if isinstance(hint, type) and is_dataclass(hint):
+            for name, part in get_type_hints(hint).items():
+                if name not in NOT_KEPT:
+                    walk(part)
+
+    for kind in (State, *get_args(Event)):
+        walk(kind)
+    found = {kind for kind in seen if isinstance(kind, type) and is_dataclass(kind)}
+    assert {Content, Statements, Equivocation, Signed} <= found
+    assert found - set(_CLASSES.values()) <= {
+        *get_args(Event),
+        vote_events.Persist,
+    }  # a vote asks for it, and keeps none
 
 
 def test_what_cannot_be_recorded_ends_the_recording_alone(folder: Path, tmp_path: Path) -> None:

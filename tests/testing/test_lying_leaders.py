@@ -9,8 +9,9 @@ import pytest
 
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.fairness import Fairness
+from spes_p2p.ids import PeerId
 from spes_p2p.testing.attackers.leaders import LEADERS
-from spes_p2p.testing.sim_liars import play
+from spes_p2p.testing.sim_liars import CalmWorld, play
 
 SEED, SECONDS = 7, 30.0
 """Of a run in which the liar leads, somebody joins and somebody dies at the right times."""
@@ -38,6 +39,17 @@ def test_what_an_unfair_leader_makes_up_or_leaves_out_costs_its_ballot_and_nothi
     assert sum(one.ballot > 0 for one in world.committed) > 0
     assert {part for one in world.committed for part in one.unfair} <= {"dead"}  # who has died a moment ago
     assert world.is_one_history()
+    assert banned(world) <= set(world.liars)
+
+
+def banned(world: CalmWorld) -> set[PeerId]:
+    """By the newest manifests of those who do not lie."""
+    return {peer for honest in world.up() if honest.name not in world.liars for peer in honest.disk.tip.banned}
+
+
+def test_who_proposes_two_manifests_in_one_ballot_is_banned_by_its_signatures() -> None:
+    world = play("two-faces", SEED, 2 * SECONDS)
+    assert banned(world) == set(world.liars)
 
 
 @pytest.mark.parametrize("attack", sorted(UNNOTICED))
