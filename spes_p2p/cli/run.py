@@ -58,6 +58,9 @@ def init(
             help="Rank of the change that each peer trains in others' experts (0: none).", min=0, show_default=False
         ),
     ] = None,
+    strangers: Annotated[
+        bool, typer.Option("--strangers", help="Anybody may train: liars are left out, found and banned.")
+    ] = False,
     gpu_memory: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +119,8 @@ def init(
         ),
         steps_per_round=steps_per_round,
         guest_rank=_answer(
-            guest_rank, "rank of each peer's change to others' experts (16 is good; 0: none, as in SPES)", 0, int
+            0 if guest_rank is None and strangers else guest_rank,
+            "rank of each peer's change to others' experts (16 is good; 0: none, as in SPES)", 0, int,
         ),
         gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else memory,
         up=parse_rate(uplink, "--uplink") if uplink else None,
@@ -125,6 +129,7 @@ def init(
         data_urls=tuple(data_url or ()),
         tokens_per_second=tokens_per_second or speed,
         tune=tune,
+        strangers=strangers,
     )  # fmt: skip
     made = start_run(run, Path(f"{run.name}.yaml"), output)
     typer.echo(

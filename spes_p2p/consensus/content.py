@@ -123,3 +123,4 @@ class Envelope:
     degraded_votes: tuple[Signed[DegradedVote], ...] = ()
     commit: Commit | None = None
     answers: int = 0
+    equivocations: tuple[Equivocation, ...] = ()

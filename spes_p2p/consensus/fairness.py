@@ -31,6 +31,10 @@ MOST_LEFT_OUT = 0.1
 """Of the tokens that were READY in time."""
 LEAST_COUNTED = 0.3
 """Of those who live and trained the round before, by what it counted of them: no plan is made before they stop."""
+LEAST_ROUND = 0.75
+"""Of the time that rounds took: who still trains does not stop for a leader that closes a round before."""
+LEADERS_LEAST_ROUND = 0.8
+"""The same for the leader: two peers do not measure the same time."""
 NEVER_STAGED = float("inf")
 
 
@@ -85,6 +89,26 @@ class Fairness:
         if not self._is_asked or current.plan is None or current.plan.value.ballot >= current.vote.ballot:
             return False
         return not self._counts_enough({entry.peer for entry in current.plan.value.roster}, now)
+
+    # ---------------------------------------------------------------- when a round closes
+
+    def may_stop(self, now: float) -> bool:
+        """Whether we stop training for a leader that closes the round.
+
+        Not while it is much shorter than the last ones: it would have little to count. That costs no more time than
+        rounds take anyway, and an honest leader waits for longer.
+        """
+        return self._state.round.work.ready or self.is_long_enough(LEAST_ROUND, now)
+
+    def is_long_enough(self, share: float, now: float) -> bool:
+        """Whether a round has lasted for this share of what rounds took, or somebody has a reason to end it."""
+        current = self._state.round
+        if not self._is_asked or self._state.degraded_set:
+            return True
+        trained = max(now - current.started_at, current.work.seconds)
+        if trained >= share * self._pace.round_seconds:
+            return True
+        return any(status.work.ready and status.intent.leaving for status in self._members.members_here(now))
 
     # ---------------------------------------------------------------- whose work is counted
 

@@ -9,7 +9,8 @@ from spes_p2p.consensus.actions import (
     Send,
 )
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.content import Content, Envelope
+from spes_p2p.consensus.content import Content, Envelope, Equivocation
+from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
@@ -30,7 +31,7 @@ from spes_p2p.consensus.state import (
     State,
 )
 from spes_p2p.consensus.vote_record import ballot_of
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import PeerId, sha256
 
 
 class Gossip:
@@ -133,6 +134,7 @@ class Gossip:
             degraded_votes=(degraded,) if degraded and self._once(sent, degraded.value) else (),
             commit=current.decided if relay and current.decided and self._once(sent, "decided") else None,
             answers=answers,
+            equivocations=self._equivocations_for(sent) if relay else (),
         )
 
     @staticmethod
@@ -190,6 +192,11 @@ class Gossip:
         before = [some[self._me] for some in self._others.evidence.values() if relay and self._me in some]
         return tuple(one for one in (*now, *before) if self._once(sent, ("accusation", one.author, one.value.report)))
 
+    def _equivocations_for(self, sent: set[object]) -> tuple[Equivocation, ...]:
+        """Of members: once a manifest has banned them everybody has it."""
+        known = self._others.equivocations
+        return tuple(one for author, one in known.items() if self._once(sent, ("equivocation", author)))
+
     def _verdicts_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Verdict], ...]:
         """Ours, and with each heartbeat those of electors that do not reach them."""
         authors = {self._me, *(theirs.unheard if relay else ())}
@@ -205,10 +212,24 @@ class Gossip:
         if polka and (theirs.ballots.polka >= polka.ballot or not relay):
             polka = None
         mine = Votes(told.prevote, told.precommit, proposal, polka)
-        others = [
-            Votes(heard.prevotes.get(p), heard.precommits.get(p)) for p in theirs.unheard if relay and p != self._me
-        ]
-        return tuple(v for v in (mine, *others) if v != Votes() and self._once(sent, _key(v)))
+        others = [_said_by(p, heard) for p in theirs.unheard if relay and p != self._me]
+        known = tuple(v for v in (mine, *others) if v != Votes() and self._once(sent, _key(v)))
+        return known + self._votes_before_for(theirs.peer) if relay else known
+
+    def _votes_before_for(self, peer: PeerId) -> tuple[Votes, ...]:
+        """All that we heard of the vote on our tip, for one elector that nobody can foresee: who votes this way before
+        some and that way before others is found out so, and every liar is somebody's neighbour soon."""
+        before, current = self._others.votes_before, self._state.round
+        if before is None or current.has_told_votes:
+            return ()
+        here = [status.peer for status in self._contacts.electors_here()]
+        if peer != min(here, key=lambda one: sha256(self._own.secret, current.tip_hash, one.encode()), default=None):
+            return ()
+        current.has_told_votes = True
+        first = (signed for signed in before.proposals.values() if signed.value.polka is None)
+        proposals = tuple(Votes(proposal=signed) for signed in first)
+        known = (_said_by(one, before) for one in before.electorate.order)
+        return proposals + tuple(votes for votes in known if votes != Votes())
 
     def _contents_for(self, theirs: Status, sent: set[object]) -> tuple[Content, ...]:
         """What they ask for; what we propose without being asked."""
@@ -237,6 +258,10 @@ class Gossip:
         return True
 
 
+def _said_by(peer: PeerId, heard: HeardVotes) -> Votes:
+    return Votes(heard.prevotes.get(peer), heard.precommits.get(peer))
+
+
 def _key(votes: Votes) -> object:
     """What tells what was sent once."""
     author = votes.prevote or votes.precommit
@@ -256,4 +281,5 @@ def _has_news(envelope: Envelope) -> bool:
         or envelope.degraded_proposals
         or envelope.degraded_votes
         or envelope.commit
+        or envelope.equivocations
     )

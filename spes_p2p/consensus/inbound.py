@@ -12,7 +12,8 @@ from typing import TypeVar
 from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.child_checks import check_child, check_newcomers
-from spes_p2p.consensus.content import Content, Envelope
+from spes_p2p.consensus.content import Content, Envelope, Equivocation
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
@@ -93,6 +94,8 @@ class Inbound:
             new |= self._hear_accusation(accusation)
         for votes in envelope.votes:
             new |= self._voting.hear(votes, now)
+        for evidence in envelope.equivocations:
+            self._hear_equivocation(evidence)
         for proposal in envelope.degraded_proposals:
             new |= self._hear_degraded_proposal(proposal, now)
         for content in envelope.contents:
@@ -156,6 +159,15 @@ class Inbound:
 
     def _hear_accusation(self, signed: Signed[Accusation]) -> bool:
         return self._audits.hear(signed, self._is_of_our_plan(signed.value.report))
+
+    def _hear_equivocation(self, evidence: Equivocation) -> None:
+        """Two signed words of one member are proof, whoever brings them."""
+        is_asked = self._rules.faults is Faults.BYZANTINE
+        if is_asked and evidence.is_proof(self._rules.fingerprint) and self._names(evidence.author):
+            self._voting.accuse(evidence)
+
+    def _names(self, peer: PeerId) -> bool:
+        return any(member.peer == peer for member in self._state.tip.members)
 
     def _is_of_our_plan(self, signed: Signed[Report]) -> bool:
         """Whether another may report this of a slice of our plan."""

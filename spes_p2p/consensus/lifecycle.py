@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.electorate import Electorate
+from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Roll, electors, leader_order
 from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Work
@@ -54,6 +54,9 @@ class Lifecycle:
         self._voting = voting
 
     def enter(self, tip: Manifest, now: float) -> None:
+        before = self._state.round.vote.heard
+        is_compared = self._rules.faults is Faults.BYZANTINE and tip.parent == before.parent
+        self._others.votes_before = before if is_compared else None
         self._state.round = RoundState(tip, manifest_hash(tip), new_vote(self._state.identity, tip), now, now)
         self._state.round.work = Work(ready=self._own.intent.serving)
         self._state.electors = {member.peer: member.incarnation for member in electors(tip.members)}

@@ -8,7 +8,7 @@ from spes_p2p.consensus.actions import (
 from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.fairness import Fairness
+from spes_p2p.consensus.fairness import LEADERS_LEAST_ROUND, Fairness
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import Contribution
@@ -65,7 +65,7 @@ class RoundPlan:
     def stop_training(self, now: float) -> bool:
         """The leader said that the round closes. From here on the leader is expected to move on."""
         current = self._state.round
-        if current.close_asked or not self._leadership.is_closing():
+        if current.close_asked or not self._leadership.is_closing() or not self._fairness.may_stop(now):
             return False
         current.close_asked = True
         current.closed_at = current.closed_at or now
@@ -85,7 +85,8 @@ class RoundPlan:
         return True
 
     def _should_close(self, now: float) -> bool:
-        if self._leadership.is_closing():  # a leader before us has said so
+        is_long_enough = self._fairness.is_long_enough(LEADERS_LEAST_ROUND, now)
+        if self._leadership.is_closing() and is_long_enough:  # a leader before us has said so
             return True
         everybody, here = self._members.members_here(now), self._counting(self._members.trainers_here(now))
         ready = [status for status in here if status.work.ready]
@@ -101,6 +102,8 @@ class RoundPlan:
         coming = self._coming(now)
         if len(ready) == len(here) and not coming:
             return True
+        if not is_long_enough:
+            return False
         total, wait = self._trained_by_now(here, now)
         total += coming
         elapsed = now - self._state.round.started_at

@@ -15,6 +15,7 @@ from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.content import Content, Equivocation
 from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
@@ -132,6 +133,7 @@ class Others:
     was first seen on a later manifest. `placed`: whether a tip of others is on another history than ours; `looked_at`:
     until when such histories, by their tips, are not looked at again. `evidence`: what members say of who has lied as a
     reducer, by whom they say it of and who does; `false_accusers`: who was wrong. `equivocations`: who voted twice.
+    `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie.
     `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
     """
 
@@ -154,6 +156,7 @@ class Others:
     looked_at: dict[Hash, Moment] = field(default_factory=dict)
     evidence: dict[PeerId, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
     equivocations: dict[PeerId, Equivocation] = field(default_factory=dict)
+    votes_before: HeardVotes | None = None
     false_accusers: set[PeerId] = field(default_factory=set)
     heard_since: dict[PeerId, Moment] = field(default_factory=dict)
 
@@ -189,6 +192,7 @@ class RoundState:
     `here_since`, `ready_since`, `staged_since`, `contents_since`: since when that is known (see `note_time`). `owed`
     are those whom the plan must count, `expected` the tokens that the tip counted of those that it may count;
     `missed`: whom a leader left out; `unfair`: proposals that left out too much when that was asked.
+    `has_told_votes`: one other elector has had `votes_before` from us.
     """
 
     tip: Manifest
@@ -257,6 +261,7 @@ class RoundState:
     owed: frozenset[PeerId] = frozenset()
     expected: dict[PeerId, int] = field(default_factory=dict)
     missed: set[PeerId] = field(default_factory=set)
+    has_told_votes: bool = False
     unfair: set[Hash] = field(default_factory=set)
 
     def verified_roots(self) -> frozenset[Hash]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.content import Content, Statements
+from spes_p2p.consensus.content import Content, Equivocation, Statements
 from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
@@ -69,6 +69,7 @@ class Voting:
 
     def hear(self, votes: Votes, now: float) -> bool:
         """Takes in what another one tells; whether there was something new in it."""
+        self._compare(votes)
         heard = self._state.round.vote.heard
         before, proposal = heard.copy(), heard.proposal_at(self._leadership.ballot())
         self._step(vote_on.Heard(self._near(votes)), now)
@@ -77,6 +78,15 @@ class Voting:
         if heard.polka != before.polka or heard.proposal_at(self._leadership.ballot()) != proposal:
             self._state.note_progress(now)
         return True
+
+    def _compare(self, votes: Votes) -> None:
+        """Holds what somebody heard of the vote on our tip against what we did: authors may have said two things."""
+        before, said = self._others.votes_before, votes.prevote or votes.precommit or votes.proposal
+        if before is None or said is None or said.value.parent != before.parent:
+            return
+        before.take(votes)
+        for evidence in before.evidence.values():
+            self.accuse(evidence)
 
     def _near(self, votes: Votes) -> Votes:
         """Without words of ballots that turns do not lead to; a polka speaks for a quorum, whatever its ballot."""
@@ -160,8 +170,7 @@ class Voting:
                     current.deadlines = {key: since for key, since in current.deadlines.items() if key[0] >= at}
                     current.deadlines[at, step] = now
                 case vote_on.Accuse(evidence):
-                    self._state.notify("lies", "it has signed two different votes in one ballot", evidence.author)
-                    self._state.others.equivocations.setdefault(evidence.author, evidence)
+                    self.accuse(evidence)
                 case vote_on.RecordIsOld() if self._state.is_elector():  # else they are words of an earlier incarnation
                     self.forget_record(self._own.incarnation)
         vote.own_value = None  # it is proposed now, or not at all: another ballot has another manifest
@@ -170,6 +179,12 @@ class Voting:
         for word in ("proposal", "prevote", "precommit"):
             if getattr(vote.record, word) not in (None, getattr(before, word)):
                 reached(word, peer=self._me, round=self._state.tip.round + 1)
+
+    def accuse(self, evidence: Equivocation) -> None:
+        """Keeps a proof that somebody lies: a manifest of ours bans by it."""
+        if evidence.author not in self._others.equivocations and evidence.author != self._me:
+            self._state.notify("lies", "it has signed two different votes in one ballot", evidence.author)
+            self._others.equivocations[evidence.author] = evidence
 
     def bind(self, record: VoteRecord) -> None:
         """What we are bound to goes to disk, with what is needed to stand by it."""

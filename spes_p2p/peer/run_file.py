@@ -15,6 +15,7 @@ from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.herald import expected_coverage
 from spes_p2p.peer.web_data import open_on_web
@@ -22,6 +23,10 @@ from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
 from spes_p2p.planning.tuning import TUNE_FIX, guest_overrides, keys_of, too_slow, tune
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
+from spes_p2p.sync.node import can_be_audited
+
+FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
+"""What keeps a run going right while one peer in five lies (docs/security.md)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class NewRun:
     """Of the volunteers' GPUs."""
     tune: bool = False
     """What suits their links and GPUs is chosen (`planning/tuning.py`), but for what is among `overrides`."""
+    strangers: bool = False
+    """Anybody may train, and some may lie."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,9 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     if path.exists():
         raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
     template = bundled_config(run.template)
-    given = [*_overrides(run), *guest_overrides(load_config(template), run.guest_rank), *run.overrides]
+    defences = (*FOR_STRANGERS, "model.guest_rank=0") if run.strangers else ()
+    guests = guest_overrides(load_config(template), run.guest_rank)
+    given = [*_overrides(run), *defences, *guests, *run.overrides]
     words = list[str]()
     if run.data or run.data_urls:
         found, tokens = _look_at_data(run, template, words.append)
@@ -86,7 +95,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     identity = IdentityFile(node / "identity.key")
     identity.release()
     keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank",
-            *(override.partition("=")[0] for override in tuned))  # fmt: skip
+            *keys_of(defences), *keys_of(tuned))  # fmt: skip
     path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config)))
 
@@ -128,7 +137,8 @@ def _question(run: NewRun, config: Config) -> Question:
 
 def _tuned(run: NewRun, config: Config) -> tuple[tuple[str, ...], list[str]]:
     """The overrides, and a line on each step. Raises ConfigError where links or speed were not said."""
-    found = tune(_question(run, config), {"swarm.experts_per_peer", *keys_of(run.overrides)})
+    fixed = {"swarm.experts_per_peer", *keys_of(run.overrides), *(["model.guest_rank"] if run.strangers else [])}
+    found = tune(_question(run, config), fixed)
     if found is None:
         raise ConfigError("--tune needs to know the volunteers' links and GPUs", fix=TUNE_FIX)
     words = [f"{' '.join(step.overrides)}: {step.reason} (waiting {step.waiting:.0%})" for step in found.steps]
@@ -143,4 +153,20 @@ def _words(run: NewRun, config: Config) -> list[str]:
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")
-    return [word for word in words if word]
+    return [word for word in (*words, *_words_of_strangers(config)) if word]
+
+
+def _words_of_strangers(config: Config) -> list[str]:
+    """What an organiser has to do where peers may lie."""
+    if config.swarm.electors != "vouched" or config.swarm.faults != "byzantine":
+        return []
+    words = [
+        "peers vote once you vouch for them (spes-p2p invite --for PEER, spes-p2p run vouch PEER); fewer than a third "
+        "of those may lie, so vouch for four at least, better for seven"
+    ]
+    if not can_be_audited(config, state_layout(config)):
+        words.append(
+            "nobody audits reducers or trained work in this run: that needs sync.aggregate=clip, codecs no coarser "
+            "than int8, and model.guest_rank=0"
+        )
+    return words

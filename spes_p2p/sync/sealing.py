@@ -28,6 +28,7 @@ MAX_PARTS = {
     "contents": 16,
     "degraded_proposals": 64,
     "degraded_votes": 64,
+    "equivocations": 64,
 }
 """What one envelope may hold of each kind: many times what an honest peer says at once."""
 MAX_KEY_BYTES = 4096
@@ -140,6 +141,8 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
         yield from content.statements.verdicts
         for twice in content.statements.equivocations:
             yield from twice.both
+    for twice in envelope.equivocations:
+        yield from twice.both
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

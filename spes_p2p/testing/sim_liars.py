@@ -43,6 +43,7 @@ class Committed:
 
     round: int
     ballot: int
+    tokens: int
     by_liar: bool
     seconds: float
     unfair: frozenset[str]
@@ -82,12 +83,14 @@ class CalmWorld(WorldWithLiar):
         order = leader_order(manifest.parent, parent.members)
         leader = Electorate(order, self.faults).leader(ballot)
         unfair = frozenset(unfair_parts(self, parent, manifest))
-        self.committed.append(Committed(manifest.round, ballot, leader in self.liars, self.now - before, unfair))
+        tokens = sum(entry.tokens for entry in manifest.roster)
+        is_its = leader in self.liars
+        self.committed.append(Committed(manifest.round, ballot, tokens, is_its, self.now - before, unfair))
 
 
 def unfair_parts(world: World, parent: Manifest, child: Manifest) -> Iterable[str]:
-    """What a calm round does not do to those who live."""
-    up = {peer.name for peer in world.up()}
+    """What a calm round does not do to those who live and are not banned."""
+    up = {peer.name for peer in world.up()} - {*child.banned}
     settled = {member.peer for member in electors(trainers(parent.members))} & up  # others may be late
     if settled - {entry.peer for entry in child.roster}:
         yield "work"

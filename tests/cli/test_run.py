@@ -9,8 +9,10 @@ import pytest
 
 from spes_p2p.config.load import load_config
 from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from spes_p2p.swarm.invite import Invite, encode
+from spes_p2p.sync.node import can_be_audited
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import refused
 from tests.cli.test_join import Serve, rounds, serving
@@ -107,6 +109,20 @@ def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatc
     config = load_config(tmp_path / "mine.yaml")
     assert (config.sync.overlap, config.sync.steps_per_round) == (True, ((100, 5), (300, 10), (0, 400)))
     assert (config.sync.codec, config.model.guest_rank, config.swarm.target_replicas) == ("bf16", 16, 2)
+
+
+def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--template", "home", "--data", "", "--peers", "8", "--experts-per-peer", "2", "--strangers")
+    answer = spes_p2p("run", "init", "--name", "open", *flags)
+    assert answer.exit_code == 0, answer
+    assert "vouch for four at least" in answer.output
+    config = load_config(tmp_path / "open.yaml")
+    chosen = (config.sync.aggregate, config.swarm.faults, config.swarm.electors, config.model.guest_rank)
+    assert chosen == ("clip", "byzantine", "vouched", 0)
+    assert can_be_audited(config, state_layout(config))
+    answer = spes_p2p("run", "init", "--name", "coarse", *flags, "--guest-rank", "16")
+    assert "nobody audits reducers or trained work in this run" in answer.output
 
 
 def test_a_file_that_is_no_proof_of_fraud_is_refused(tmp_path: Path) -> None:
