@@ -108,13 +108,13 @@ class Gossip:
         theirs = contact.status
         answers = 0 if contact.is_old else theirs.life
         sent = current.sent.setdefault(peer, set())
-        statuses += self._remembered(contact)
+        statuses += _remembered(contact)
         if beat_at is not None and theirs.unheard:
             statuses += self._passed_on(theirs, beat_at)
         if theirs.head == current.tip_hash:
             statuses += self._missed(peer, sent)
         if theirs.round < current.tip.round:
-            commit = self._own.commit if self._once(sent, "tip") else None
+            commit = self._own.commit if _once(sent, "tip") else None
             return Envelope(self._me, statuses, commit=commit, answers=answers)
         if theirs.head != current.tip_hash or self._looks_on(theirs):
             return Envelope(self._me, statuses, answers=answers)
@@ -131,19 +131,11 @@ class Gossip:
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),
             degraded_proposals=self._degraded_proposals_for(theirs, sent, relay),
-            degraded_votes=(degraded,) if degraded and self._once(sent, degraded.value) else (),
-            commit=current.decided if relay and current.decided and self._once(sent, "decided") else None,
+            degraded_votes=(degraded,) if degraded and _once(sent, degraded.value) else (),
+            commit=current.decided if relay and current.decided and _once(sent, "decided") else None,
             answers=answers,
             equivocations=self._equivocations_for(sent) if relay else (),
         )
-
-    @staticmethod
-    def _remembered(contact: Contact) -> tuple[Signed[Status], ...]:
-        """What a peer has said before its last words, where it may have forgotten it."""
-        if contact.is_old:
-            return (contact.signed,)
-        is_asking = not contact.status.intent.can_vote
-        return (contact.furthest,) if is_asking and contact.furthest is not None else ()
 
     def _looks_on(self, theirs: Status) -> bool:
         """Whether a peer takes no part in rounds, such as an archive."""
@@ -159,13 +151,13 @@ class Gossip:
         """Words of those whom a leader left out: the next one may not have heard them either."""
         contacts = self._others.contacts
         missed = [contacts[peer].signed for peer in sorted(self._state.round.missed - {receiver}) if peer in contacts]
-        return tuple(signed for signed in missed if self._once(sent, ("missed", signed.author)))
+        return tuple(signed for signed in missed if _once(sent, ("missed", signed.author)))
 
     def _plan_for(self, theirs: Status, sent: set[object], relay: bool) -> Signed[Plan] | None:
         plan = self._state.round.plan
         if plan is None or not (relay or plan.author == self._me) or theirs.plan == plan_hash(plan.value):
             return None
-        return plan if self._once(sent, plan_hash(plan.value)) else None
+        return plan if _once(sent, plan_hash(plan.value)) else None
 
     def _reports_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Report], ...]:
         """Own reports at once, those of others only where we can serve what they promise; none before the plan."""
@@ -183,25 +175,25 @@ class Gossip:
         for index, voids in current.empty_reports.items():
             if self._me in voids and index not in current.reports:
                 wanted.append(voids[self._me])
-        return tuple(r for r in wanted if self._once(sent, ("report", r.value.index, r.author)))
+        return tuple(r for r in wanted if _once(sent, ("report", r.value.index, r.author)))
 
     def _accusations_for(self, sent: set[object], relay: bool) -> tuple[Signed[Accusation], ...]:
         """Ours at once, those of others with each heartbeat; of earlier rounds ours alone."""
         current = self._state.round
         now = [one for some in current.accusations.values() for one in some.values() if relay or one.author == self._me]
         before = [some[self._me] for some in self._others.evidence.values() if relay and self._me in some]
-        return tuple(one for one in (*now, *before) if self._once(sent, ("accusation", one.author, one.value.report)))
+        return tuple(one for one in (*now, *before) if _once(sent, ("accusation", one.author, one.value.report)))
 
     def _equivocations_for(self, sent: set[object]) -> tuple[Equivocation, ...]:
         """Of members: once a manifest has banned them everybody has it."""
         known = self._others.equivocations
-        return tuple(one for author, one in known.items() if self._once(sent, ("equivocation", author)))
+        return tuple(one for author, one in known.items() if _once(sent, ("equivocation", author)))
 
     def _verdicts_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Verdict], ...]:
         """Ours, and with each heartbeat those of electors that do not reach them."""
         authors = {self._me, *(theirs.unheard if relay else ())}
         known = [one for some in self._state.round.verdicts.values() for one in some.values() if one.author in authors]
-        return tuple(one for one in known if self._once(sent, ("verdict", one.author, one.value.peer)))
+        return tuple(one for one in known if _once(sent, ("verdict", one.author, one.value.peer)))
 
     def _votes_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Votes, ...]:
         """Ours, with what they lack of the newest proposal and polka; and those of electors that do not reach them."""
@@ -213,7 +205,7 @@ class Gossip:
             polka = None
         mine = Votes(told.prevote, told.precommit, proposal, polka)
         others = [_said_by(p, heard) for p in theirs.unheard if relay and p != self._me]
-        known = tuple(v for v in (mine, *others) if v != Votes() and self._once(sent, _key(v)))
+        known = tuple(v for v in (mine, *others) if v != Votes() and _once(sent, _key(v)))
         return known + self._votes_before_for(theirs.peer) if relay else known
 
     def _votes_before_for(self, peer: PeerId) -> tuple[Votes, ...]:
@@ -240,7 +232,7 @@ class Gossip:
         if degraded and degraded.author == self._me and theirs.peer in degraded.value.heard:
             names.append(degraded.value.value)
         known = ((name, self._proposals.named(name)) for name in dict.fromkeys(names))
-        return tuple(content for name, content in known if content and self._once(sent, ("content", name)))
+        return tuple(content for name, content in known if content and _once(sent, ("content", name)))
 
     def _degraded_proposals_for(
         self, theirs: Status, sent: set[object], relay: bool
@@ -248,14 +240,22 @@ class Gossip:
         """Those of the sets that they belong to."""
         known = self._state.round.degraded_proposals.values()
         chosen = [s for s in known if theirs.peer in s.value.heard and (relay or s.author == self._me)]
-        return tuple(s for s in chosen if self._once(sent, ("degraded", s.value.heard, s.value.attempt)))
+        return tuple(s for s in chosen if _once(sent, ("degraded", s.value.heard, s.value.attempt)))
 
-    @staticmethod
-    def _once(sent: set[object], what: object) -> bool:
-        if what in sent:
-            return False
-        sent.add(what)
-        return True
+
+def _remembered(contact: Contact) -> tuple[Signed[Status], ...]:
+    """What a peer has said before its last words, where it may have forgotten it."""
+    if contact.is_old:
+        return (contact.signed,)
+    is_asking = not contact.status.intent.can_vote
+    return (contact.furthest,) if is_asking and contact.furthest is not None else ()
+
+
+def _once(sent: set[object], what: object) -> bool:
+    if what in sent:
+        return False
+    sent.add(what)
+    return True
 
 
 def _said_by(peer: PeerId, heard: HeardVotes) -> Votes:

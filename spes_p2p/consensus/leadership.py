@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import NIL
-from spes_p2p.consensus.messages import Ballots, Status
+from spes_p2p.consensus.messages import Ballots, Status, Votes
 from spes_p2p.consensus.state import MOST_TURNS, Heard, State
 from spes_p2p.consensus.vote_events import Step
 from spes_p2p.consensus.vote_record import ballot_of
@@ -56,6 +56,16 @@ class Leadership:
     def is_near(self, ballot: int) -> bool:
         """Whether a ballot can come about by turns from ours."""
         return 0 <= ballot <= self.ballot() + MOST_TURNS * len(self._state.electors)
+
+    def near(self, votes: Votes) -> Votes:
+        """Without words of ballots that turns do not lead to; a polka speaks for a quorum, whatever its ballot."""
+        prevote, precommit, proposal = votes.prevote, votes.precommit, votes.proposal
+        return Votes(
+            prevote if prevote and self.is_near(prevote.value.ballot) else None,
+            precommit if precommit and self.is_near(precommit.value.ballot) else None,
+            proposal if proposal and self.is_near(proposal.value.ballot) else None,
+            votes.polka,
+        )
 
     def _may_close(self, status: Status) -> bool:
         """Whether an elector says that it closes the round, and may: it leads the ballot of which it says so."""

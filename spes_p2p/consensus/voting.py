@@ -72,7 +72,7 @@ class Voting:
         self._compare(votes)
         heard = self._state.round.vote.heard
         before, proposal = heard.copy(), heard.proposal_at(self._leadership.ballot())
-        self._step(vote_on.Heard(self._near(votes)), now)
+        self._step(vote_on.Heard(self._leadership.near(votes)), now)
         if heard == before:
             return False
         if heard.polka != before.polka or heard.proposal_at(self._leadership.ballot()) != proposal:
@@ -87,16 +87,6 @@ class Voting:
         before.take(votes)
         for evidence in before.evidence.values():
             self.accuse(evidence)
-
-    def _near(self, votes: Votes) -> Votes:
-        """Without words of ballots that turns do not lead to; a polka speaks for a quorum, whatever its ballot."""
-        near = self._leadership.is_near
-        return Votes(
-            votes.prevote if votes.prevote and near(votes.prevote.value.ballot) else None,
-            votes.precommit if votes.precommit and near(votes.precommit.value.ballot) else None,
-            votes.proposal if votes.proposal and near(votes.proposal.value.ballot) else None,
-            votes.polka,
-        )
 
     def not_persisted(self, durable: VoteRecord, now: float) -> None:
         """The record could not be written: back to what is on disk."""
