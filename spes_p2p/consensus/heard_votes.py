@@ -153,9 +153,12 @@ class HeardVotes:
 
     def _newest(self, peer: PeerId) -> tuple[int, int]:
         """(newest ballot, 2 where it precommitted there, 1 where it prevoted, 0 where it only proposed)."""
-        prevote, precommit = self.prevotes.get(peer), self.precommits.get(peer)
-        said = (ballot_of(self.proposals.get(peer)), 0), (ballot_of(prevote), 1), (ballot_of(precommit), 2)
-        return max(said)
+        ballot, step = ballot_of(self.precommits.get(peer)), 2
+        if (prevoted := ballot_of(self.prevotes.get(peer))) > ballot:
+            ballot, step = prevoted, 1
+        if (proposed := ballot_of(self.proposals.get(peer))) > ballot:
+            ballot, step = proposed, 0
+        return ballot, step
 
     def _quorums(self, kept: dict[PeerId, Signed[AnyVote]]) -> Iterator[list[Signed[AnyVote]]]:
         """Votes of a quorum for one value in one ballot; nil is no value."""

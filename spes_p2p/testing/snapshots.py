@@ -12,7 +12,7 @@ import hashlib
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ _UNNAMED = _SHARED | {"last_broadcast", "statements"}
 
 _WHEN_HEARD = {"at", "direct_at", "heard_at", "newest", "quorum_at"}
 _FROZEN: dict[Any, bool] = {}
+_HOW: dict[Any, str] = {}
 _FIELDS: dict[Any, tuple[str, ...]] = {}
 _SCALARS = frozenset((int, str, float, bool, type(None)))
 _ATOMS = _SCALARS | {bytes, frozenset, types.FunctionType}
@@ -96,18 +97,19 @@ class Snapshots:
 
     def clone(self, value: Any) -> Any:
         """A copy that shares only what never changes; dictionaries are in the order of their keys."""
-        kind = type(value)
-        if kind in _ATOMS or issubclass(kind, Enum):
+        kind: Any = type(value)
+        if kind in _ATOMS:
             return value
-        if kind is dict or kind is Counter:
-            return kind({key: self.clone(value[key]) for key in sorted(value, key=_order)})
-        if kind is tuple or kind is list:
-            return kind(self.clone(item) for item in value)
-        if kind is set:
-            return set(value)
-        if _is_frozen(kind):
+        how = _HOW.get(kind) or _how(kind)
+        if how == "frozen":
             return self.frozen.one(value)
-        return self._clone_object(value)
+        if how == "table":
+            return kind({key: self.clone(value[key]) for key in sorted(value)}) if value else kind()
+        if how == "list":
+            return kind([self.clone(item) for item in value]) if value else kind()
+        if how == "set":
+            return set(value)
+        return value if how == "scalar" else self._clone_object(value)
 
     def _clone_object(self, value: Any) -> Any:
         if isinstance(value, Consensus):
@@ -128,22 +130,23 @@ class Snapshots:
 
     def _write(self, value: Any, parts: list[bytes], timeless: bool) -> None:
         kind = type(value)
-        if kind is bytes:
+        how = _HOW.get(kind) or _how(kind)
+        if how == "scalar":
+            parts.append(b"%a;" % (value,))
+        elif how == "frozen":
+            parts.append(self.frozen.digest(self._unnumbered(value) if timeless else value))
+        elif how == "bytes":
             parts.append(b"%d:" % len(value))
             parts.append(value)
-        elif kind in _SCALARS or issubclass(kind, Enum):
-            parts.append(repr(value).encode() + b";")
-        elif kind is tuple or kind is list:
+        elif how == "list":
             parts.append(b"(")
             for item in value:
                 self._write(item, parts, timeless)
             parts.append(b")")
-        elif kind is dict or kind is Counter:
+        elif how == "table":
             self._write_sorted(b"{", value.items(), parts, timeless)
-        elif kind is set or kind is frozenset:
+        elif how == "set":
             self._write_sorted(b"<", value, parts, timeless)
-        elif _is_frozen(kind):
-            parts.append(self.frozen.digest(self._unnumbered(value) if timeless else value))
         else:
             self._write_object(value, parts, timeless)
 
@@ -155,10 +158,17 @@ class Snapshots:
         hidden = _UNNAMED | _WHEN_HEARD if timeless else _UNNAMED
         parts.append(type(value).__name__.encode() + b"[")
         for name, item in vars(value).items():
-            if name not in hidden:
+            if name in hidden:
+                continue
+            if type(item) in _SCALARS:
+                parts.append(b"%a;" % (item,))
+            else:
                 self._write(item, parts, timeless)
 
-    def _write_sorted(self, mark: bytes, items: Iterable[Any], parts: list[bytes], timeless: bool) -> None:
+    def _write_sorted(self, mark: bytes, items: Collection[Any], parts: list[bytes], timeless: bool) -> None:
+        if not items:
+            parts.append(mark + b">")
+            return
         written = []
         for item in items:
             one: list[bytes] = []
@@ -230,16 +240,30 @@ def _fields(kind: Any) -> tuple[str, ...]:
     return known
 
 
+def _how(kind: Any) -> str:
+    """In which of seven ways values of a type are copied and named."""
+    if kind is bytes:
+        how = "bytes"
+    elif kind in _SCALARS or issubclass(kind, Enum):
+        how = "scalar"
+    elif kind in (tuple, list):
+        how = "list"
+    elif kind in (dict, Counter):
+        how = "table"
+    elif kind in (set, frozenset):
+        how = "set"
+    else:
+        how = "frozen" if _is_frozen(kind) else "object"
+    _HOW[kind] = how
+    return how
+
+
 def _is_frozen(kind: Any) -> bool:
     known = _FROZEN.get(kind)
     if known is None:
         parameters = getattr(kind, "__dataclass_params__", None)
         known = _FROZEN[kind] = parameters is not None and bool(parameters.frozen)
     return known
-
-
-def _order(key: Any) -> Any:
-    return key
 
 
 @cache

@@ -1,4 +1,8 @@
-"""Three peers that brought no data lose the bootstrap node, then one of themselves: the other two go on training."""
+"""Three peers that brought no data lose the bootstrap node, then one of themselves: the other two go on training.
+
+In every run of the tests: copies that outlive who brought them, in memory (tests/peer/test_data_copies.py), and for real
+peers without data (tests/swarm/test_data.py) and a mixture that outlives one (tests/swarm/test_mixture.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import pytest
 from spes_p2p.observe.events import Warning
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 NAMES = ("p0", "p1", "p2")
 AGREED = ("swarm.min_peers=3", "swarm.experts_per_peer=4")
 MORE_ROUNDS = 20
