@@ -3,6 +3,7 @@
 
     python scripts/bench_audits.py                       # five peers, 30 rounds of 8 steps, some minutes
     python scripts/bench_audits.py --dtype bfloat16 --threads 4
+    python scripts/bench_audits.py --replay              # counted alone: what it would cost to make steps again
 
 Five peers really train a small model, each on its own part of the text, and the mean of each round is the next state.
 In some rounds each of them is audited by all others as in a run: an eighth of the shared tiles, `MemoryJudge`. So are
@@ -51,6 +52,7 @@ SMALL = (
 )  # fmt: skip
 PEERS, COLUMNS = 5, 4
 DRAWN, LYING = 10_000, 2
+REPLAYED_BYTES, MOST_SHARE = 12, 0.03
 
 
 class Blocks(dict[int, Values]):
@@ -152,8 +154,26 @@ def failed_outcomes(groups: Sequence[Sequence[str]], rng: random.Random) -> Coun
     return outcomes
 
 
+def replay_costs() -> None:
+    """How often steps could be made again for 3% of a run's bytes: an auditor needs weights and both moments in fp32
+    of all that the peer trains. Beside it what a peer sends in a round (each shared value twice, columns once)."""
+    print("| config | sent by a peer a round, GB | one point, GB | one auditor may replay one peer's steps |")
+    print("| --- | --- | --- | --- |")
+    for name in ("home", "spes-1b", "spes-7b"):
+        config = load_config(config_path(Path(name)), ["model.guest_rank=0", "sync.expert_rounds=1"])
+        layout, owned, peers = state_layout(config), config.swarm.experts_per_peer, config.swarm.min_peers
+        shared, column = (sum(map(layout.wire_bytes, layout.tiles_of(block))) for block in (0, 1))
+        sent = 2 * (peers - 1) / peers * shared + owned * column
+        point = REPLAYED_BYTES * (layout.model_blocks[0].size + owned * layout.model_blocks[1].size)
+        rounds = point / sent / MOST_SHARE
+        print(f"| {name} | {sent / 1e9:.2f} | {point / 1e9:.2f} | once in {rounds:.0f} of its rounds |")
+
+
 def main() -> None:
     arguments = _arguments()
+    if arguments.replay:
+        replay_costs()
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         config = _config(arguments, Path(name))
@@ -210,6 +230,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of who is audited")
     parser.add_argument("--threads", type=int, default=1, help="of who is audited")
+    parser.add_argument("--replay", action="store_true", help="count what making steps again would cost, no more")
     parser.add_argument("overrides", nargs="*", default=[], help="after --, such as optimizer.lr=0.001")
     return parser.parse_args()
 
