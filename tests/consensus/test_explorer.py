@@ -11,7 +11,10 @@ from functools import partial
 
 import pytest
 
+from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.table import RULE_NAMES
+from spes_p2p.ids import PeerId
 from spes_p2p.testing import sim
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
@@ -36,6 +39,27 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
     assert set(summary.kinds) == {kind.name for kind in KINDS}
     assert min(summary.totals[name] for name in ("forks", "switches", "restarts", "handovers")) > 0
     assert summary.totals["extinct"] < summary.runs // 50
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedules", [40, pytest.param(2000, marks=pytest.mark.thorough)])
+def test_where_electors_may_lie_nobody_is_banned_for_what_was_lost(
+    schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two votes ban there, and disks that are old, full or gone must not lead to two."""
+    banned: set[PeerId] = set()
+
+    def noted(world: sim.World, manifest: Manifest) -> None:
+        banned.update(manifest.banned)
+        note_commit(world, manifest)
+
+    note_commit = sim.World.note_commit
+    monkeypatch.setattr(sim.World, "faults", Faults.BYZANTINE)
+    monkeypatch.setattr(sim.World, "note_commit", noted)
+    summary = explore(range(schedules))
+    assert not summary.findings, report(summary)
+    assert not banned
+    assert summary.totals["restarts"] > 0
 
 
 PLANTED: list[tuple[type, str | None, set[str], int]] = [
