@@ -1,7 +1,7 @@
 """A short run of chaos, in which the bootstrap node is killed and comes back: long ones are for scripts/chaos.py.
 
-In every run of the tests peers go on without it in tests/swarm/test_life_of_a_swarm.py and tests/swarm/test_moved.py. How
-it comes back is shown in tests/cli/test_join.py, and other misfortune in tests/sync/test_chaos.py.
+In every run of the tests peers go on without it in tests/swarm/test_life_of_a_swarm.py and tests/swarm/test_moved.py.
+How it comes back is shown in tests/cli/test_join.py, and other misfortune in tests/sync/test_chaos.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Three peers that brought no data lose the bootstrap node, then one of themselves: the other two go on training.
 
-In every run of the tests: copies that outlive who brought them, in memory (tests/peer/test_data_copies.py), and for real
-peers without data (tests/swarm/test_data.py) and a mixture that outlives one (tests/swarm/test_mixture.py).
+In every run of the tests: copies that outlive who brought them, in memory (tests/peer/test_data_copies.py), and for
+real peers without data (tests/swarm/test_data.py) and a mixture that outlives one (tests/swarm/test_mixture.py).
 """
 
 from __future__ import annotations
