@@ -117,6 +117,7 @@ def test_the_trial_of_a_backend_takes_time() -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("width_k", "width_m"), [(16, 8), (5, 7), (150, 200)])
 @pytest.mark.parametrize(

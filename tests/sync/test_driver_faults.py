@@ -88,6 +88,7 @@ def test_the_leader_is_killed(folder: Path, moment: float) -> None:
     in_swarm(folder, play)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("disk", ["kept", "lost"])
 @pytest.mark.parametrize("moment", [0.5, 1.08, 1.16])
 def test_a_killed_peer_comes_back(folder: Path, disk: str, moment: float) -> None:
@@ -114,6 +115,7 @@ def test_a_killed_peer_comes_back(folder: Path, disk: str, moment: float) -> Non
     in_swarm(folder, play)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("moment", [0.5, 1.04, 1.08, 1.12, 1.16, 1.2])
 def test_all_are_killed_and_come_back(folder: Path, moment: float) -> None:
     """A power cut: what was committed stays, and the run goes on from there by majority."""

@@ -195,6 +195,7 @@ def test_a_peer_of_another_run_is_told_so(folder: Path) -> None:
     in_swarm(folder, play)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_member_that_signs_nonsense_breaks_nobody(folder: Path, seed: int) -> None:
     """Whatever one of four signs, the others neither fail nor stop nor come apart."""

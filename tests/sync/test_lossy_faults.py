@@ -181,6 +181,7 @@ def damage(version: Version, tile_id: int, value: float) -> None:
         file.write(np.full(tile.size, value, np.float32).tobytes())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [HUGE, np.nan])
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_damaged_base_is_mended_and_spreads_nowhere(folder: Path, block: int, value: float) -> None:

@@ -63,6 +63,7 @@ def paused(swarm: MemorySwarm) -> bool:
     return False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_a_helper_carries_what_it_left_out_over_rounds_without_the_column(folder: Path, rounds: int) -> None:
     async def play(swarm: MemorySwarm) -> None:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from spes_p2p.experts import stores
@@ -17,16 +18,31 @@ from spes_p2p.experts import stores
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_gpu.py"
 
 
-def test_every_kind_of_row_runs_here(tmp_path: Path) -> None:
-    out = tmp_path / "tiny.jsonl"
-    command = [sys.executable, str(SCRIPT), "--tiny", "--minutes", "10", "--out", str(out)]
+ROWS = ["machine", "kernels", "tests", "moe", "train", "profile", "memory"]
+
+
+def run_tiny(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What the command writes, of which nothing failed."""
+    command = [sys.executable, str(SCRIPT), "--tiny", "--minutes", "10", "--out", str(out), *arguments]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     found: list[dict[str, Any]] = [json.loads(line) for line in out.read_text().splitlines()]
     assert not [row for row in found if "failed" in row]
     assert found[0]["commit"]
     assert next(row for row in found if row["row"] == "machine")["versions"]["torch"]
-    ended = [row["row"] for row in found if row.get("bench") == "end"]
-    assert ended == ["machine", "kernels", "tests", "moe", "train", "profile", "memory"]
+    return found
+
+
+def test_rows_run_here_and_others_are_left_out(tmp_path: Path) -> None:
+    """The layer and a whole training step among them; kernels and profiles are those of the test of every kind."""
+    found = run_tiny(tmp_path / "tiny.jsonl", "--only", "m")
+    assert [row["row"] for row in found if row.get("bench") == "end"] == [name for name in ROWS if name[0] == "m"]
+    assert all(row["tokens_per_second"] > 0 for row in found if row["row"] == "memory" and row["bench"] == "train")
+
+
+@pytest.mark.thorough
+def test_every_kind_of_row_runs_here(tmp_path: Path) -> None:
+    found = run_tiny(tmp_path / "tiny.jsonl")
+    assert [row["row"] for row in found if row.get("bench") == "end"] == ROWS
     kernels = {row["what"] for row in found if row.get("bench") == "kernel" and row["equal"]}
     assert kernels == {
         "grouped rows", "grouped outer", "swiglu forward", "swiglu backward", "gather", "combine",

@@ -76,6 +76,7 @@ def test_votes_of_two_kinds_meet_and_ban_their_author() -> None:
     assert world.is_one_history()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("attack", LEFT_OUT)
 def test_others_would_vote_for_all_of_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def takes_anything(self: Fairness, content: Content, now: float) -> bool:
