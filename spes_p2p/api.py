@@ -137,9 +137,10 @@ class Peer:
         """Trains until `until_round` of the options are committed, or Ctrl-C. `on_event` gets every event."""
         bus = EventBus(_Caller(on_event))
         try:
-            run_peer(self._options, bus, say, lambda running: None)
+            last_words = run_peer(self._options, bus, say, lambda running: None)
         finally:
             bus.close()
+        say(last_words)
 
     def load(self) -> nn.Module:
         """A model of one's own with the committed values of this peer's newest checkpoint. Raises CheckpointError."""

@@ -13,6 +13,7 @@ traceback. Any other exception is a bug of ours and keeps its traceback.
     │   └── TileDamaged      some of its values do not hash to what was committed
     ├── StorageFull          no space left where we write
     ├── NetworkError         we could not reach somebody
+    │   ├── NobodyAnswers    none of the addresses by which a run can be found
     │   ├── PeerRefused      the host answered and refused: nobody listens there
     │   ├── PeerClosed       the connection was cut in the middle
     │   ├── PeerSilent       no answer within the time allowed
@@ -68,6 +69,10 @@ class StorageFull(SpesError):
 
 class NetworkError(SpesError):
     """A peer could not be reached, or a stream broke."""
+
+
+class NobodyAnswers(NetworkError):
+    """None of the addresses by which a run can be found leads to a node that answers."""
 
 
 class DaemonEnded(NetworkError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, Port, RunId
-from spes_p2p.cli.showing import to_type
+from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.checks import Check

@@ -6,9 +6,13 @@ at once.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -70,7 +74,12 @@ INTERRUPTED = 130
 def main() -> None:
     """Entry point of the console script."""
     _show_warnings()
-    build(COMMANDS)(prog_name="spes-p2p")
+    try:
+        build(COMMANDS)(prog_name="spes-p2p")
+    except SystemExit as ending:
+        if sys.argv[1:2] == ["join"] and isinstance(ending.code, int):
+            _end_at_once(ending.code)
+        raise
 
 
 def build(commands: Mapping[str, str], groups: Mapping[str, tuple[str, Mapping[str, str]]] = GROUPS) -> typer.Typer:
@@ -95,6 +104,15 @@ def _add(app: typer.Typer, commands: Mapping[str, str]) -> None:
         module, _, function = target.partition(":")
         command = getattr(importlib.import_module(module), function)
         app.command(name, cls=PlainCommand, rich_help_panel=_panel_of(name))(_with_known_errors(command))
+
+
+def _end_at_once(code: int) -> None:
+    """Without taking PyTorch apart first, which takes seconds on a busy machine; a person waits for the prompt."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _show_warnings() -> None:
@@ -141,7 +159,7 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 def error_lines(error: SpesError) -> str:
     """What was wrong, with its code, and on a line of its own what mends it."""
     from spes_p2p.cli.error_codes import code_of
-    from spes_p2p.cli.showing import to_type
+    from spes_p2p.observe.text import to_type
 
     code = code_of(str(error)) if error.fix else None
     lines = [f"Error {code}: {error}" if code else f"Error: {error}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,18 +12,11 @@ import typer
 
 from spes_p2p.observe.metrics import bytes_text
 
-CALLED_AS = "SPES_CALLED_AS"
-"""How this program was called, where its own name is not on the PATH: set by scripts/spes-p2p.sh."""
 PLAIN_LINE_SECONDS = 10.0
 """Without a terminal, one line of progress is printed this often."""
 
 Report = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in total); the first may change along the way."""
-
-
-def to_type(text: str) -> str:
-    """The same text with commands for this machine as they can be typed here."""
-    return text.replace("spes-p2p ", f"{os.environ.get(CALLED_AS, 'spes-p2p')} ")
 
 
 @contextmanager

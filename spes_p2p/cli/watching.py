@@ -16,6 +16,7 @@ from spes_p2p.observe.events import EventBus
 from spes_p2p.observe.live import LiveModel, LiveState
 from spes_p2p.observe.screen import LiveScreen, can_hear_keys
 from spes_p2p.observe.sinks import JsonStream, PlainLines
+from spes_p2p.observe.text import to_type
 from spes_p2p.peer import stopping
 from spes_p2p.peer.pausing import PauseSwitch
 
@@ -41,9 +42,9 @@ class Watching:
         if self._json is not None:
             self._json.say(text)
         elif self._screen is not None:
-            self._screen.say(text)
+            self._screen.say(to_type(text))
         else:
-            sys.stdout.write(f"{text}\n")
+            sys.stdout.write(f"{to_type(text)}\n")
             sys.stdout.flush()
 
     def show(self, running: Running) -> None:
@@ -55,7 +56,7 @@ class Watching:
             self.bus.add(PlainLines(sys.stdout), with_early=True)
             return
         hears = can_hear_keys()
-        invite = f"spes-p2p invite --folder {running.output}"
+        invite = to_type(f"spes-p2p invite --folder {running.output}")
         base = LiveState(__version__, running.run_id, short(running.peer), keys=hears, invite=invite)
         model = LiveModel(base, running.steps_per_round, running.facts)
         actions = {"p": self.pause.toggle, "q": _leave}

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
 from spes_p2p.ids import short
 from spes_p2p.observe.events import (
     Columns,
@@ -19,9 +25,30 @@ from spes_p2p.observe.events import (
 )
 from spes_p2p.observe.metrics import bytes_texts, count_text, seconds_text, span_text
 
+NAME = "spes-p2p"
+CALLED_AS = "SPES_CALLED_AS"
+"""How this program was called, where its own name is not on the PATH: set by scripts/spes-p2p.sh."""
+_COMMAND = re.compile(rf"(?<![\w/.-]){NAME} (?=[a-z-])")
+
+
+def to_type(text: str) -> str:
+    """The same text with commands for this machine as they can be typed here: as this one was."""
+    return _COMMAND.sub(lambda found: f"{_called_as()} ", text)
+
+
+def _called_as() -> str:
+    if (name := os.environ.get(CALLED_AS)) is not None:
+        return name
+    is_program = Path(sys.argv[0]).name == NAME
+    return sys.argv[0] if is_program and shutil.which(NAME) is None else NAME
+
 
 def line(event: Event) -> str:
-    """One line of text for one event."""
+    """One line of text for one event, with commands as they can be typed here."""
+    return to_type(_line(event))
+
+
+def _line(event: Event) -> str:
     match event:
         case Step():
             return (

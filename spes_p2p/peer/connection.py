@@ -27,6 +27,7 @@ from spes_p2p.peer.entrance import FoundRun, Say, banned, check_not_banned, find
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
+from spes_p2p.peer.receipts import OwnReceipts
 from spes_p2p.peer.stopping import until_stopped
 from spes_p2p.peer.vouching import vouches_in
 from spes_p2p.peer.wishes import Wishes
@@ -79,6 +80,7 @@ class Connection:
             self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause, options.token
         )
         self._node = Node(network, MonotonicClock(), say)
+        self.receipts = OwnReceipts(thread, network, found.run.info)
         self._beside = Tasks(gate.failed)
         self._ends = contextlib.AsyncExitStack()
         """What is ended by `close`, the newest first."""

@@ -62,7 +62,7 @@ class Departure:
         Where nobody else is there, nothing is handed in: a later life goes on from this very step.
         """
         loop, machine = self._loop, self._machine
-        until = time.monotonic() + LEAVE_SECONDS
+        until = (self._gate.stopped_at if self._gate.stopping else time.monotonic()) + LEAVE_SECONDS
         if machine.lead.tokens:  # it is handed in on top of the round that is being synced
             self._take_next(time.monotonic() + LEAVE_SECONDS / 2)
         turn = machine.turn
@@ -86,7 +86,7 @@ class Departure:
             self._loop.take(news.applied)
         else:
             tokens = self._machine.lead.tokens
-            text = f"{tokens:,} tokens of training are lost: the round before them was not synced in time"
+            text = f"{tokens:,} tokens of yours do not count: the round before them was not synced in time"
             self._loop.emit(Warning(text))
 
     def _hand_in(self, until: float) -> None:
@@ -107,7 +107,7 @@ class Departure:
         if self._machine.stage is Stage.OUTSIDE:  # another history won, and it does not name us
             self._loop.do(actions, events)
             return
-        if self._machine.stage is Stage.TRAINING:  # it still had columns to hand out that the round did not take
+        if self._machine.stage is Stage.TRAINING:  # the round left something out, or had begun without our wish
             self._loop.do(actions, events)
             self._hand_in(until)
             self._offer_moments()

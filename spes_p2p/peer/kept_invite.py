@@ -6,17 +6,20 @@ from pathlib import Path
 
 from spes_p2p.errors import ConfigError
 
+DEFAULT_FOLDER = Path("peer")
+"""Of a peer, where no other is named."""
 INVITE_FILE = "invite.txt"
 """In the folder of every node."""
+RECEIPT_FILE = "receipt.spes"
+"""In the folder of a peer: what its run has counted of its work."""
 
 
-def kept_invite(folder: Path) -> str:
-    """The newest invitation in the folder of a node. Raises ConfigError if there is none."""
+def kept_invite(folder: Path, example: str = "spes-p2p invite --folder peer") -> str:
+    """The newest invitation in the folder of a node. Raises ConfigError if there is none, with an `example`."""
     try:
         return (folder / INVITE_FILE).read_text().strip()
     except OSError as error:
         raise ConfigError(
             f"{folder} holds no invitation ({error.strerror})",
-            fix="type the command where the folder is, or name the folder of a bootstrap node or of a peer, or give an "
-            "invitation, however old",
+            fix=f"name the folder of a peer or of a bootstrap node on this machine, as in: {example}",
         ) from error

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, NobodyAnswers
 from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import CHAIN, OWNER, RUN
-from spes_p2p.peer.kept_invite import kept_invite
+from spes_p2p.peer.kept_invite import RECEIPT_FILE, kept_invite
 from spes_p2p.peer.options import JoinTarget, meeting
 from spes_p2p.peer.visiting import visit
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
-from spes_p2p.sync.receipts import make_receipt
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.receipts import make_receipt, no_signer
 
-RECEIPT_FILE = "receipt.spes"
 ANSWER_SECONDS = 15.0
+
+
+class OwnReceipts:
+    """Makes receipts for a peer that runs in this process, over its own network."""
+
+    def __init__(self, thread: NetworkThread, network: HivemindNetwork, info: RunInfo) -> None:
+        self._thread, self._network, self._info = thread, network, info
+
+    def make(self, chain: Chain, seconds: float) -> bytes:
+        """Raises NetworkError where nobody signs one, TimeoutError after `seconds`."""
+        peer = self._network.signer.peer_id
+        making = make_receipt(self._network, self._info, chain, peer, max(0.0, seconds))
+        return self._thread.run(asyncio.wait_for(making, seconds))
 
 
 def get_receipt(output: Path) -> tuple[Path, bytes]:
@@ -25,7 +39,7 @@ def get_receipt(output: Path) -> tuple[Path, bytes]:
 
     Raises ConfigError where no run has begun there, NetworkError where nobody signs one, and Stopped on Ctrl-C.
     """
-    run = meeting((kept_invite(output),), ())
+    run = meeting((kept_invite(output, "spes-p2p receipt --output peer"),), ())
     try:
         peer = PeerId((output / RUN / OWNER).read_text())
     except OSError as error:
@@ -33,7 +47,10 @@ def get_receipt(output: Path) -> tuple[Path, bytes]:
             f"{output} holds no run of a peer ({error.strerror})", fix="give the folder of a peer with --output"
         ) from error
     chain = Chain(output / RUN / CHAIN, mends=False)
-    data = visit(run, lambda network: _make(network, run, chain, peer))
+    try:
+        data = visit(run, lambda network: _make(network, run, chain, peer))
+    except NobodyAnswers as error:
+        raise no_signer(str(error)) from error
     path = output / RECEIPT_FILE
     write_whole(path, data)
     return path, data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,7 @@ from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
+from spes_p2p.peer.farewell import Farewell
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
 from spes_p2p.peer.learning import TrainingSetup
@@ -90,10 +91,11 @@ class Surroundings:
     say: Say
     show: Show
     pause: PauseSwitch
+    last_words: list[str] = field(default_factory=list)
 
 
-def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: PauseSwitch | None = None) -> None:
-    """Joins a run, trains until SIGINT, SIGTERM or the last round, and leaves.
+def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: PauseSwitch | None = None) -> str:
+    """Joins a run, trains until SIGINT, SIGTERM or the last round, and leaves; what to say last, when all is closed.
 
     `say` gets lines for a person; `show` is called once when the peer is in, and may add sinks to `bus`. `pause` is
     obeyed, and set by the options' schedule and battery. Under an outer torchrun only rank 0 joins the network.
@@ -103,7 +105,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     outer = ranks_from_environment(device)
     if outer is not None and outer.rank > 0:
         serve(outer)
-        return
+        return ""
     make_folder(options.folder)
     if holds_run(options.folder):
         say(f"continuing the run that is kept in {options.folder}")
@@ -120,6 +122,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
         except SpesError as error:
             bus.emit(Error.of(error))
             raise
+    return "".join(around.last_words)
 
 
 def _run_connected(
@@ -180,6 +183,7 @@ def _train(
         connection.disk.judge = HeldOutJudge(config, learning.dataset)
     if connection.driver.core.state.rules.audited_work and options.model is None:
         connection.disk.work_judge = MemoryJudge(config, learning.dataset)
+    farewell = Farewell(connection, options)
     say(f"peer {me} has joined at round {tip.manifest.round}")
     say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
     facts = LiveFacts(connection)
@@ -206,8 +210,9 @@ def _train(
         del carried
         loop.run()
         Departure(loop).run()
-        if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
-            say(f"the run is over; get its model with: spes-p2p export --checkpoint {options.folder} --output MODEL")
+        if said := farewell.receipt():
+            say(said)
+        around.last_words.append(farewell.words(connection.presence.progress.tokens, loop.machine.work.tokens))
     finally:
         pause.close()
 

@@ -20,7 +20,7 @@ from spes_p2p.consensus.ledger import Account, Proof, check_account
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, name_by_fields
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Seal, Sealer, Signed, signing_bytes
-from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.errors import NetworkError, RemoteProtocolError, SpesError
 from spes_p2p.exchange.requests import WitnessRequest, pack_request
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Blob, Network
@@ -201,6 +201,14 @@ def _check_signers(info: RunInfo, vouched: Sequence[PeerId], peer: PeerId, signe
 # ---------------------------------------------------------------- making
 
 
+def no_signer(why: str) -> NetworkError:
+    """Nobody can be asked for the signature that a receipt needs."""
+    return NetworkError(
+        f"a receipt needs the organiser's signature, and its machine does not answer: {why}",
+        fix="ask the organiser to start it again, then try again",
+    )
+
+
 async def make_receipt(network: Network, info: RunInfo, chain: Chain, peer: PeerId, timeout_seconds: float) -> bytes:
     """A receipt of what is counted by now in the history on `chain`, a peer's own.
 
@@ -212,12 +220,19 @@ async def make_receipt(network: Network, info: RunInfo, chain: Chain, peer: Peer
     for one, record in records.items():
         network.transport.learn(one, record.addresses)
     askable = [one for one in (info.organiser, *_trusted(info, _vouched(roll))) if one in records]
-    reasons: dict[PeerId, str] = {}
+    reasons: dict[PeerId, SpesError] = {}
     for round in range(chain.length - 1, max(0, chain.length - 1 - MOST_BACK), -1):
         bare = _unsigned(chain, info, roll, round, peer)
         found = None if bare is None else await _signed(network, bare, chain, askable, reasons, timeout_seconds)
         if found is not None:
             return found
+    if not chain.ledger(chain.length - 1).of(peer).rounds:
+        raise NetworkError(
+            f"no receipt for {short(peer)}: no round has counted any of its work",
+            fix="try again once a round has counted this peer's work",
+        )
+    if not _trusted(info, _vouched(roll)) and not isinstance(reasons.get(info.organiser), RemoteProtocolError):
+        raise no_signer(str(reasons.get(info.organiser, "it is not among the nodes of the run")))
     said = "; ".join(f"{short(one)}: {reason}" for one, reason in reasons.items())
     raise NetworkError(
         f"no receipt for {short(peer)}: {said or 'nothing of it is counted, or nobody who may sign can be found'}",
@@ -239,7 +254,7 @@ async def _signed(
     bare: Receipt,
     chain: Chain,
     askable: Iterable[PeerId],
-    reasons: dict[PeerId, str],
+    reasons: dict[PeerId, SpesError],
     timeout_seconds: float,
 ) -> bytes | None:
     """With as few signatures as it takes: those of the certificate, then such as are asked for."""
@@ -255,7 +270,7 @@ async def _signed(
         try:
             bare = replace(bare, witnesses=(*bare.witnesses, await _ask(network, one, bare, timeout_seconds)))
         except (NetworkError, RemoteProtocolError) as error:
-            reasons[one] = str(error)
+            reasons[one] = error
             continue
         if (data := _good(bare, check)) is not None:
             return data

@@ -39,6 +39,8 @@ class TrainerBridge:
         self._applied: list[Applied] = []
         self._closing = False
         self._stopping = False
+        self.stopped_at = 0.0
+        """When the peer was asked to end, monotonic seconds."""
         self._failure: BaseException | None = None
         self._on_applied = on_applied
         self._on_notice = on_notice
@@ -90,7 +92,7 @@ class TrainerBridge:
     def stop(self) -> None:
         """The peer should end: training stops after the running step."""
         with self._changed:
-            self._stopping = True
+            self._stopping, self.stopped_at = True, time.monotonic()
             self._changed.notify_all()
             calls = tuple(self._on_stop)
         for call in calls:

@@ -50,6 +50,8 @@ from spes_p2p.train.stages import (
     UseLease,
 )
 
+GIVEN_AWAY = "they came too late, and that part of the data was given to others"
+
 TRANSITIONS: Mapping[tuple[Stage, type], frozenset[Stage]] = {
     (Stage.OUTSIDE, Begin): frozenset({Stage.OUTSIDE, Stage.TRAINING}),
     (Stage.OUTSIDE, Committed): frozenset({Stage.OUTSIDE, Stage.TRAINING}),
@@ -97,7 +99,6 @@ class TrainerMachine:
         """Whether what is trained on has own changes that the newest round did not count."""
         self.parting: Parting | None = None
         """What the newest commit was made of, where another history may undo it."""
-        self._not_counted: frozenset[int] | None = None
 
     def handle(self, event: Event) -> list[Action]:
         """Raises LookupError for an event that makes no sense in this stage (see TRANSITIONS)."""
@@ -186,8 +187,8 @@ class TrainerMachine:
 
     def _committed(self, event: Committed) -> list[Action]:
         self.newest = event.newest.round
-        if self.stage is Stage.LEAVING and not (self._rules.takes_turns and event.is_member):
-            return self._wait_to_go(event)
+        if self.stage is Stage.LEAVING and not event.is_member:
+            return self._go(event)
         actions, uncounted = self._not_taken(event)
         if self.turn is not None:
             actions.append(CloseTurn(self.turn, event.newest))
@@ -197,7 +198,7 @@ class TrainerMachine:
             return actions + self._lose("the run no longer names this peer") + self._stand_aside(event.newest)
         parting = self._parting_after(event)
         if self.turn is None or not self._find_place(event.newest, left):
-            return actions + self._lose("their data was leased to others") + self._enter(event.newest, None)
+            return actions + self._lose(GIVEN_AWAY) + self._enter(event.newest, None)
         owned = columns_of(event.newest.ownership, self._rules.me)
         blocks = (0, *(1 + column for column in self.turn.owned if column in owned))
         tiles = self._tiles_of(blocks) & uncounted  # a column that another one owns now is the same for everybody
@@ -224,21 +225,15 @@ class TrainerMachine:
         uncounted = own if event.counted is None else own - tiles_taken(event.child, self._rules.me)
         return [TakeSnapshot(turn)] if self.stage is Stage.TRAINING else [], uncounted
 
-    def _wait_to_go(self, event: Committed) -> list[Action]:
-        """Only the first round after the snapshot can have counted it."""
-        if self._not_counted is None:
-            self._not_counted = event.uncounted
+    def _go(self, event: Committed) -> list[Action]:
         left = self._note_counted(event.counted)
-        if event.is_member:
-            self.place = Place(left, count(left))
-            return []
         turn, lost = self._present_turn, []
         if not self._find_place(event.newest, left):
-            lost = self._lose("their data was leased to others")
+            lost = self._lose(GIVEN_AWAY)
             self.place = Place(event.newest.leases.of(self._rules.me))
         self.stage = Stage.LEFT
         has_more = self._rules.takes_turns or self.work.tokens > 0
-        rebase = Rebase(self._not_counted) if has_more else None
+        rebase = Rebase(event.uncounted) if has_more else None
         return [*lost, UseLease(self.place), Depart(turn, event.newest, rebase)]
 
     def _switched(self, event: Switched) -> list[Action]:
@@ -289,7 +284,7 @@ class TrainerMachine:
     def _load(self, manifest: Manifest, rebase: Rebase | GoOver | None) -> Load:
         self.stage = Stage.TRAINING
         self.turn = Turn(manifest, columns_of(manifest.ownership, self._rules.me))
-        self._not_counted = self.parting = None
+        self.parting = None
         return Load(self.turn, rebase, self.own_steps)
 
     def _stand_aside(self, newest: Manifest) -> list[Action]:
@@ -320,7 +315,7 @@ class TrainerMachine:
 
     def _lose(self, why: str) -> list[Action]:
         lost, self.work = self.work.tokens, Uncounted()
-        return [Say(f"{lost:,} tokens are lost: {why}")] if lost else []
+        return [Say(f"{lost:,} tokens of yours do not count: {why}")] if lost else []
 
     def _tiles_of(self, blocks: Collection[int]) -> frozenset[int]:
         return frozenset(tile_id for block in blocks for tile_id in self._layout.tile_ids_of(block))

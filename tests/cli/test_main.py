@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from spes_p2p import __version__
 from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, PANELS, build, error_lines
 from spes_p2p.errors import ConfigError
+from spes_p2p.observe.text import to_type
 from tests.cli.conftest import Organiser
 
 SAMPLE = build(
@@ -49,6 +50,23 @@ def test_commands_are_printed_as_this_machine_can_type_them(monkeypatch: pytest.
     assert error_lines(error).endswith("\nFix: type spes-p2p join spes1...")
     monkeypatch.setenv("SPES_CALLED_AS", "clone/scripts/spes-p2p.sh")
     assert error_lines(error).endswith("\nFix: type clone/scripts/spes-p2p.sh join spes1...")
+
+
+def test_a_command_is_named_as_this_one_was_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SPES_CALLED_AS", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", [".venv/bin/spes-p2p", "join"])
+    assert to_type("type spes-p2p join; not one of spes-p2p, nor /home/spes-p2p there") == (
+        "type .venv/bin/spes-p2p join; not one of spes-p2p, nor /home/spes-p2p there"
+    )
+    (tmp_path / "spes-p2p").touch(mode=0o755)
+    assert to_type("spes-p2p join") == "spes-p2p join"
+
+
+def test_join_ends_at_once_with_all_that_it_said(tmp_path: Path) -> None:
+    result = program("join", "--output", str(tmp_path))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 2)
+    assert "no invitation was given" in result.stderr
 
 
 def test_interrupt_exits_130_without_a_traceback() -> None:

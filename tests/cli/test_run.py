@@ -42,7 +42,10 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert ended.exit_code == 0, ended
         assert [event.round for event in rounds(stranger)] == [1, 2, 3]
         assert "the organiser has ended the run: this peer saves and exits after round 3" in ended.output
-        assert "the run is over; get its model with: spes-p2p export" in ended.output
+        assert ended.output.rstrip().splitlines()[-1].startswith("The run is over. ")
+        assert "tokens trained here, all counted" in ended.output
+        assert "get its model with: spes-p2p export" in ended.output
+        assert (stranger / "receipt.spes").exists()
         lines = [json.loads(line) for line in spes_p2p("run", "inspect", word, "--json").output.splitlines()]
         assert [line["round"] for line in lines] == [0, 1, 2, 3]
         assert [line["kind"] for line in lines] == ["genesis", *["quorum"] * 3]

@@ -11,7 +11,7 @@ from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.leases import Leases, count
 from spes_p2p.ids import sha256
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.train.machine import TRANSITIONS, TrainerMachine
+from spes_p2p.train.machine import GIVEN_AWAY, TRANSITIONS, TrainerMachine
 from spes_p2p.train.stages import (
     Action,
     Begin,
@@ -164,7 +164,7 @@ def test_work_whose_data_was_leased_to_others_is_lost_and_said() -> None:
     size = count(newest.leases.of(A))
     newest = replace(newest, leases=Leases(9 * size, (), ((A, ((8 * size, 9 * size),)),)))
     *_, lost, lease, load = commit(machine, None, newest=newest)
-    assert lost == Say(f"{TOKENS:,} tokens are lost: their data was leased to others")
+    assert lost == Say(f"{TOKENS:,} tokens of yours do not count: {GIVEN_AWAY}")
     assert lease == UseLease(Place(((8 * size, 9 * size),), 0))
     assert isinstance(load, Load)
     assert load.rebase is None
@@ -256,13 +256,23 @@ def test_a_leaver_goes_when_nobody_counts_on_it_with_what_was_not_counted(counte
     train(machine, 1)
     machine.handle(RoundEnded())
     machine.handle(Leave())
-    entry = contribution(machine) if counted else None
-    assert commit(machine, entry) == []
-    assert machine.stage is Stage.LEAVING
-    depart = commit(machine, None, is_member=False)[-1]
+    depart = commit(machine, contribution(machine) if counted else None, is_member=False)[-1]
     assert isinstance(depart, Depart)
     assert (depart.rebase is None) == counted
     assert (machine.stage, machine.work.tokens) == (Stage.LEFT, 0 if counted else TOKENS)
+
+
+def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again() -> None:
+    """The round was planned before it handed in: others close the next one at once for who is ready and leaves."""
+    machine = started()
+    train(machine, 1)
+    machine.handle(RoundEnded())
+    machine.handle(Leave())
+    commit(machine, None)
+    assert (machine.stage, machine.work.tokens) == (Stage.TRAINING, TOKENS)
+    machine.handle(RoundEnded())
+    machine.handle(Leave())
+    assert isinstance(commit(machine, contribution(machine), is_member=False)[-1], Depart)
 
 
 def test_with_turns_a_leaver_that_is_still_named_hands_in_again() -> None:

@@ -15,7 +15,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError
+from spes_p2p.errors import ClockSkewed, NobodyAnswers, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
 from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
@@ -27,6 +27,7 @@ GREETING_SECONDS = 6.0
 """How long one initial peer may take in all: a TCP dial, the handshake, one greeting."""
 STRAGGLER_SECONDS = 1.0
 """Once one peer has answered, the others get this much more."""
+UNREACHABLE = "is unreachable: no route or no such name"
 MOST_SHOWN = 4
 """Most silent initial peers to name if others answer; a returning peer may know many that are gone."""
 logger = logging.getLogger(__name__)
@@ -50,11 +51,15 @@ class Failed:
 
 
 async def meet(
-    p2p: P2P, addresses: Sequence[str], wall_clock: Callable[[], float], ask_about: PeerId | str = ""
+    p2p: P2P,
+    addresses: Sequence[str],
+    wall_clock: Callable[[], float],
+    ask_about: PeerId | str = "",
+    again: bool = False,
 ) -> list[Reached]:
-    """The initial peers that answer and whose clocks agree with ours.
+    """The initial peers that answer and whose clocks agree with ours. `again`: another call tells who does not answer.
 
-    Raises NetworkError with a reason for each address when none answers, and ClockSkewed when all that answer disagree
+    Raises NobodyAnswers with a reason for each address when none answers, and ClockSkewed when all that answer disagree
     with our clock.
     """
     tasks = [asyncio.create_task(_meet(p2p, address, wall_clock, ask_about)) for address in addresses]
@@ -69,9 +74,9 @@ async def meet(
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     if not reached:
         raise _nobody(failed)
-    for one in failed[:MOST_SHOWN]:
+    for one in () if again else failed[:MOST_SHOWN]:
         logger.warning("initial peer %s %s", one.address, one.reason)
-    if len(failed) > MOST_SHOWN:
+    if len(failed) > MOST_SHOWN and not again:
         logger.warning("%d more initial peers do not answer", len(failed) - MOST_SHOWN)
     return _with_our_clock(reached)
 
@@ -138,7 +143,7 @@ async def _greet(
     if found is Dialled.SILENT:
         return Failed(text, "is silent: the host does not answer (down, or behind a firewall)")
     if found is Dialled.UNREACHABLE:
-        return Failed(text, "is unreachable: no route or no such name")
+        return Failed(text, UNREACHABLE)
     try:
         target = PeerID.from_base58(peer)
     except ValueError:
@@ -158,12 +163,12 @@ def _reason(words: str) -> str:
     return f"failed: {printable(words.encode())}"
 
 
-def _nobody(failed: list[Failed]) -> NetworkError:
+def _nobody(failed: list[Failed]) -> NobodyAnswers:
     reasons = "; ".join(f"{one.address} {one.reason}" for one in failed)
-    return NetworkError(
-        f"no initial peer can be reached: {reasons}",
-        fix="ask for a newer invitation (any peer prints one with: spes-p2p invite), or check your network",
-    )
+    fix = "ask for a newer invitation (who takes part prints it: spes-p2p invite --folder peer), or check your network"
+    if all(one.reason == UNREACHABLE for one in failed):
+        fix = "check this machine's network: it has no way to any of these addresses; then ask for a newer invitation"
+    return NobodyAnswers(f"no initial peer can be reached: {reasons}", fix=fix)
 
 
 def _with_our_clock(reached: list[Reached]) -> list[Reached]:

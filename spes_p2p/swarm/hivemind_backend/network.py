@@ -183,7 +183,7 @@ class HivemindNetwork:
         p2p = await self._start_daemon()
         await self._attach(p2p)
         self.daemon_ended.clear()
-        return p2p, await meet(p2p, self._initial_peers, self._wall_clock)
+        return p2p, await meet(p2p, self._initial_peers, self._wall_clock, again=True)
 
     async def _start_daemon(self) -> P2P:
         p2p = await start_daemon(self._folder, identity_path=str(self._identity.path), **self._options)
@@ -335,7 +335,7 @@ async def _check_identity_free(
     own = identity.signer.peer_id
     scout = await start_daemon(folder, **_SCOUT)
     try:
-        reached = await meet(scout, initial_peers, wall_clock, ask_about=own)
+        reached = await meet(scout, initial_peers, wall_clock, ask_about=own, again=True)
         known_alive = any(one.met.alive or one.peer == own for one in reached)
         if known_alive or await _is_found(scout, own):
             raise in_use(identity.path, "in this swarm")
