@@ -211,9 +211,10 @@ class OptimizerConfig(Section):
         "the mean is exact.",
         "fp32",
     )
-    sharding: Literal["none", "zero2"] = local(
+    sharding: Literal["none", "zero2", "zero3"] = local(
         "What several GPUs of one peer do: none, each keeps and steps everything trained; zero2, each keeps gradients "
-        "and moments of its part, steps that, and fetches the rest (not with muon).",
+        "and moments of its part, steps that, and fetches the rest; zero3, as FSDP: each keeps its part of the shared "
+        "weights and of owned masters, too, and fetches weights when it computes with them (neither with muon).",
         "none",
     )
     lr: float = agreed("Highest learning rate.", gt=0)
@@ -249,9 +250,10 @@ class OptimizerConfig(Section):
                 f"optimizer.micro_batch_sequences ({self.micro_batch_sequences})",
                 fix=f"set micro_batch_sequences to a divisor of {self.batch_sequences}",
             )
-        if self.sharding == "zero2" and self.name == "muon":
+        if self.sharding != "none" and self.name == "muon":
             raise ConfigError(
-                "optimizer.sharding is zero2, but optimizer.name is muon, which needs whole matrices on each GPU",
+                f"optimizer.sharding is {self.sharding}, but optimizer.name is muon, which needs whole matrices on "
+                "each GPU",
                 fix="set optimizer.sharding=none, or optimizer.name=adamw",
             )
         for beta in self.betas:

@@ -28,6 +28,7 @@ from spes_p2p.experts.dispatch import key_dtype
 from spes_p2p.experts.guests import MATRICES, Guests, Matrix
 from spes_p2p.experts.masters import halve, halves_of, take_out
 from spes_p2p.experts.mlp import Trained, experts_of
+from spes_p2p.experts.shards import Share
 from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
 
 __all__ = ["MATRICES", "ExpertBank", "Matrix"]
@@ -56,6 +57,8 @@ class ExpertBank(nn.Module):
         super().__init__()
         self.num_experts, self.backend, self.dtype = num_experts, backend, dtype
         self.owned: tuple[int, ...] = ()
+        self.share: Share | None = None
+        """Set before anything is owned where masters that are halved are dealt to ranks (masters.py)."""
         self._ffn = ffn
         self._slots: tuple[int, ...] = tuple(range(num_experts))
         self.shapes: dict[Part, tuple[int, int]] = {"gate_up": (2 * ffn, d_model), "down": (d_model, ffn)}
@@ -128,7 +131,7 @@ class ExpertBank(nn.Module):
         for part, master in masters.items():
             setattr(self, part, master)
             if master is not None and isinstance(self.store, Dense) and self.dtype == torch.bfloat16:
-                halve(master, self.store.matrices(part)[: len(owned)])
+                halve(master, self.store.matrices(part)[: len(owned)], self.share)
 
     def _new_master(self, part: Part, owned: tuple[int, ...]) -> nn.Parameter | None:
         """With the values of the master or store of now."""
@@ -145,7 +148,7 @@ class ExpertBank(nn.Module):
         if master is None or expert not in self.owned:
             return self.store.read(part, slot)
         halves = halves_of(master)
-        return master.detach()[slot] if halves is None else halves.rows(slot).read()
+        return master.detach()[slot] if halves is None else halves.of(slot).read()
 
     def _reorder(self, owned: tuple[int, ...]) -> None:
         experts = [*owned, *(expert for expert in range(self.num_experts) if expert not in owned)]
@@ -184,11 +187,10 @@ class ExpertBank(nn.Module):
         master = self.master(part)
         if master is None or expert not in self.owned:
             return
-        place = self.slot(expert), rows
         if halves := halves_of(master):
-            halves.rows(place).write(values)
+            halves.of(self.slot(expert)).write(values, rows)
         else:
-            master[place].copy_(values)
+            master[self.slot(expert), rows].copy_(values)
 
     def read(self, expert: int, which: Matrix) -> Tensor:
         """One matrix [out, in] of one expert, to be read: as its fp32 master has it when owned, else as the store."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spes_p2p.experts.gradients import Sum, add_rounded, sum_of
+from spes_p2p.experts.shards import whole
 from spes_p2p.model.layers import compute_dtype
 from spes_p2p.model.losses import HeadSums
 from spes_p2p.model.softmax_loss import row_losses
@@ -129,9 +130,9 @@ def _aligned(head_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """The head in the compute dtype, with rows of zeros at its end up to a multiple of _ALIGNED_LOGITS."""
     missing = -len(head_VD) % _ALIGNED_LOGITS
     if not missing:
-        return head_VD.to(dtype)
+        return whole(head_VD, dtype).to(dtype)
     matrix_VD = head_VD.new_empty(len(head_VD) + missing, head_VD.shape[1], dtype=dtype)
-    matrix_VD[: len(head_VD)].copy_(head_VD)
+    matrix_VD[: len(head_VD)].copy_(whole(head_VD, dtype))
     matrix_VD[len(head_VD) :] = 0
     return matrix_VD
 

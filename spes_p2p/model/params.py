@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import StateError
 from spes_p2p.experts.bank import Matrix
+from spes_p2p.experts.shards import Share, deal, read, write
 from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.transformer import Transformer
 
@@ -47,6 +48,18 @@ def named_shared(model: Transformer) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in others}
 
 
+def deal_values(model: Transformer, share: Share) -> None:
+    """Each rank keeps its rows of the shared matrices alone, and of masters that are halved. Before anything is owned.
+
+    Vectors stay whole: of norms and biases there are few values, and each would be a message of its own.
+    """
+    for bank in model.banks:
+        bank.share = share
+    for parameter in named_shared(model).values():
+        if parameter.ndim > 1:
+            deal(parameter, share)
+
+
 def guest_parameters(model: Transformer) -> list[nn.Parameter]:
     """What a guest trains in experts of others, of all layers."""
     return [parameter for bank in model.banks if bank.guests is not None for parameter in bank.guests.parameters()]
@@ -67,10 +80,10 @@ def expert_matrix(model: Transformer, layer: int, expert: int, which: Matrix) ->
 
 
 def place(model: Transformer, where: Place) -> Tensor:
-    """The tensor at a place without gradient, as a view unless it is an expert's."""
+    """The tensor at a place without gradient, to be read. Where values are dealt to ranks, all of them call it."""
     if isinstance(where, ExpertPlace):
         return expert_matrix(model, where.layer, where.expert, where.which)
-    return model.get_parameter(where.parameter).detach()
+    return read(model.get_parameter(where.parameter))
 
 
 @torch.no_grad()
@@ -86,7 +99,7 @@ def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray
         if isinstance(where, ExpertPlace):
             model.banks[where.layer].load(where.expert, where.which, values)
         else:
-            place(model, where).copy_(values)
+            write(model.get_parameter(where.parameter), values)
 
 
 def pieces_of_layer(
@@ -113,7 +126,7 @@ def load_layer(model: Transformer, table: Table, layer: int | None, block: int, 
         if isinstance(first, ExpertPlace):
             model.banks[0].load(first.expert, first.which, values)
         else:
-            place(model, first).copy_(values)
+            write(model.get_parameter(first.parameter), values)
 
 
 def _layer_of(where: Place) -> int | None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spes_p2p.experts.shards import whole
 from spes_p2p.model.layers import unloaded
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> Routing:
         """Routes each of T tokens to k experts."""
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.float(), self.weight)
+            logits_TE = F.linear(x_TD.float(), whole(self.weight, torch.float32))
         probability_TE = logits_TE.softmax(dim=-1)
         weight_TK, expert_TK = probability_TE.topk(self.top_k, dim=-1)
         if self.norm_topk:

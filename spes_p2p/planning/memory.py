@@ -2,7 +2,8 @@
 
 What lies there all the time: weights, masters, moments. What comes and goes: activations, logits, gradients. Symbols as
 in `sizes`; P_s shared values, P_c values of a column, c bytes of the compute dtype. One rank is meant; several ranks of
-a peer each hold the same on a GPU of their own, or with `optimizer.sharding: zero2` a part of gradients and moments.
+a peer each hold the same on a GPU of their own, or with `optimizer.sharding` a part: zero2 of gradients and moments,
+zero3 of shared values and of masters, too, which then are whole as long as a layer computes with them.
 """
 
 from __future__ import annotations
@@ -117,7 +118,24 @@ class Workload:
     @property
     def shares(self) -> int:
         """Ranks that gradients and moments are dealt to."""
-        return self.ranks if self.options.sharding == "zero2" else 1
+        return self.ranks if self.options.sharding != "none" else 1
+
+    @property
+    def value_shares(self) -> int:
+        """Ranks that shared values are dealt to, and masters of which the bank has half."""
+        return self.ranks if self.options.sharding == "zero3" else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what is shared, in fp32: matrices are dealt, vectors are not."""
+        sizes = Sizes.of(self.model)
+        return 4 * ((sizes.shared - sizes.norms) // self.value_shares + sizes.norms)
+
+    @property
+    def masters_bytes(self) -> int:
+        """Of all owned experts, beside the bank."""
+        whole = self.master_bytes * self.owned * Sizes.of(self.model).column
+        return whole // self.value_shares if self.master_bytes == 2 else whole
 
     @property
     def keeps_apart(self) -> bool:
@@ -153,7 +171,7 @@ def state_bytes(work: Workload) -> int:
     """Weights, masters, moments and gradients alone: what depends on neither batch nor sequence."""
     sizes = Sizes.of(work.model)
     values = sizes.trained(work.owned)
-    trained = 4 * sizes.shared + work.master_bytes * work.owned * sizes.column
+    trained = work.shared_bytes + work.masters_bytes
     trained += GRADIENT_BYTES[work.options.gradient_dtype] * values // work.shares
     thin = GRADIENT_BYTES[work.options.gradient_dtype] * sizes.num_experts * sizes.coordinates
     return trained + _optimizer_bytes(work) + bank_bytes(work) + guest_bytes(work) + thin
@@ -161,7 +179,8 @@ def state_bytes(work: Workload) -> int:
 
 def column_value_bytes(options: Options, ranks: int = 1) -> float:
     """Of each value of a column that is trained on a GPU in bf16: master, gradient, moments."""
-    shares, master = ranks if options.sharding == "zero2" else 1, 4 if _is_thrifty(options) else 2
+    shares = ranks if options.sharding != "none" else 1
+    master = 4.0 if _is_thrifty(options) else 2 / (shares if options.sharding == "zero3" else 1)
     return master + (GRADIENT_BYTES[options.gradient_dtype] + OPTIMIZER_BYTES[options.optimizer]) / shares
 
 
@@ -212,11 +231,10 @@ def pinned_bytes(work: Workload) -> int:
 
 def _held(work: Workload) -> dict[str, int]:
     """What is there all the time, from the second step on."""
-    sizes = Sizes.of(work.model)
     return {
-        SHARED: 4 * sizes.shared,
+        SHARED: work.shared_bytes,
         BANK: bank_bytes(work),
-        MASTERS: work.master_bytes * work.owned * sizes.column,
+        MASTERS: work.masters_bytes,
         OPTIMIZER: _optimizer_bytes(work),
         GUESTS: guest_bytes(work),
         BUFFERS: (WORKSPACE_BYTES if work.compute_bytes == 2 else 0) + documents_bytes(work),
@@ -257,13 +275,15 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     all_gradients = gradient * (trained // work.shares + sizes.num_experts * sizes.coordinates)
     early = all_gradients if work.accumulates else 0
     # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
-    # makes one for a moment, and its fp32 gradient in the forward pass, which is where it stays if added in place
+    # makes one for a moment, and its fp32 gradient in the forward pass, which is where it stays if added in place. What
+    # is fetched from other ranks comes in the place of such copies, and the router's beside them in fp32
     rounds_head = work.keeps_apart and work.shares == 1  # a slice at a time, into the sum in bf16
     head_gradient = (
         _rounded(work, min(HEAD_SLICE * model.d_model, sizes.embedding)) if rounds_head else 4 * sizes.embedding
     )
     at_head = (early or head_gradient) if work.adds_in_place else early + head_gradient
     head_copy, attention = (_copied_bytes(work) * count for count in (sizes.embedding, sizes.attention))
+    attention += 4 * sizes.router * (work.value_shares > 1)
     late_attention = attention // (1 if checkpointing == "none" else model.num_layers)
     # of a layer's masters, where autograd adds: all in the compute dtype, two thirds (gate and up) in fp32, too
     as_fp32 = gradient == 4 and work.compute_bytes != 4
@@ -280,7 +300,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
 
     def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
         return {
-            SHARED: 4 * sizes.shared + copies,
+            SHARED: work.shared_bytes + copies,
             GRADIENTS: gradients,
             ACTIVATIONS: activations,
             LOGITS: logits,
@@ -323,4 +343,4 @@ def _update_bytes(work: Workload, gradient: int, trained: int) -> int:
 
 def _copied_bytes(work: Workload) -> int:
     """Of a value of a shared matrix that is multiplied in the compute dtype."""
-    return 0 if work.compute_bytes == 4 else work.compute_bytes
+    return 0 if work.compute_bytes == 4 and work.value_shares == 1 else work.compute_bytes

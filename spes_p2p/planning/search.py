@@ -2,10 +2,11 @@
 
 Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16 are
 rounded at random, which takes a few passes over them; ranks that share gradients and moments exchange them in each
-micro-batch, not once a step; Adam in 8 bits costs nearly nothing; selective checkpointing a few percent; foreign
-experts in one byte are unpacked twice a micro-batch; full checkpointing computes every layer twice; offloaded experts
-cross the PCIe bus twice a micro-batch. On each rung the micro-batch is halved first, down to 4,096 tokens, where
-products are still large; smaller ones come last of all.
+micro-batch, not once a step; those that share weights, too, fetch them there, which are fewer bytes; Adam in 8 bits
+costs nearly nothing; selective checkpointing a few percent; foreign experts in one byte are unpacked twice a
+micro-batch; full checkpointing computes every layer twice; offloaded experts cross the PCIe bus twice a micro-batch. On
+each rung the micro-batch is halved first, down to 4,096 tokens, where products are still large; smaller ones come last
+of all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spes_p2p.planning.options import KEYS, Options, halved, is_agreed, is_known
 LADDER: tuple[tuple[str, Any], ...] = (
     ("gradient_dtype", "bf16"),
     ("sharding", "zero2"),
+    ("sharding", "zero3"),
     ("optimizer", "adamw8bit"),
     ("activation_checkpointing", "selective"),
     ("foreign_dtype", "int8"),
@@ -32,6 +34,8 @@ CHEAP_TOKENS = 4096
 MOST_TOKENS = 32_768
 """Larger micro-batches gain nothing any more."""
 _CHECKPOINTING = ("none", "selective", "full")
+_RISING = {"activation_checkpointing": _CHECKPOINTING, "sharding": ("none", "zero2", "zero3")}
+"""Each saves what those before it do, and more."""
 _FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit", "muon"), "foreign_dtype": ("int8", "fp8", "nf4")}
 
 
@@ -92,7 +96,7 @@ def rungs(
 ) -> Iterator[tuple[Options, str]]:
     """`options`, then cumulatively with each option of the ladder that this version has and that saves memory.
 
-    `ranks`: of the peer, which may share gradients and moments.
+    `ranks`: of the peer, which may share gradients, moments and values.
     """
     yield options, ""
     for name, value in LADDER:
@@ -146,8 +150,8 @@ def sizes_to_time(options: Options, batch_sequences: int, sequence_length: int) 
 
 
 def _saves(name: str, present: Any, value: Any) -> bool:
-    if name == "activation_checkpointing":
-        return _CHECKPOINTING.index(value) > _CHECKPOINTING.index(present)
+    if name in _RISING:
+        return _RISING[name].index(value) > _RISING[name].index(present)
     return present != value and present not in _FRUGAL.get(name, ())
 
 

@@ -2,13 +2,14 @@
 
 As soon as the backward pass of a micro-batch has a gradient, it goes to where it is kept, and its memory is free.
 
-**Dealt** (`optimizer.sharding: zero2`): ZeRO stage 2, Rajbhandari et al., arXiv 1910.02054. A tensor's rows are dealt
-to the ranks. Each gets the sum of its rows in fp32, and has moments of those alone; it steps them, and all ranks fetch
-each other's. Forward and backward pass use whole values and fetch nothing. Not torch's `fully_shard`: it would fetch
-every layer twice a micro-batch, the masters of experts too, which no forward pass reads (the bank has their values), to
-save the values of attention alone: embedding and head, seven tenths of what is shared in a 7B model, are wanted whole
-at both ends of each pass. What is dealt here is 12 bytes of a trained value's 16. What guests train is small and stays
-whole.
+**Dealt** (`optimizer.sharding`): ZeRO, Rajbhandari et al., arXiv 1910.02054. A tensor's rows are dealt to the ranks.
+Each gets the sum of its rows in fp32, and has moments of those alone, which it steps. With `zero2` all ranks then fetch
+each other's: forward and backward pass use whole values and fetch nothing. With `zero3` each has its rows of the shared
+values alone, and fetches the others when it computes with them (experts/shards.py); of masters of owned experts, which
+no forward pass reads where the bank has their values in bf16, it has its rows' lower halves, and fetches others' bf16
+after a step (experts/masters.py). Masters that are whole stay so: on a CPU and in fp16, where no half of one would do,
+and where foreign experts are packed, since matrices are put together from them in each pass. What guests train is small
+and stays whole, too.
 
 **In bf16** (`optimizer.gradient_dtype: bf16`): sums are rounded stochastically, up with the probability that makes the
 mean exact. Rounded to nearest, a sum would stand still once a term is below 2^-9 of it, after some 256 micro-batches;
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from spes_p2p.experts.gradients import add_in_bf16, add_rounded
 from spes_p2p.experts.masters import tensors_of
+from spes_p2p.experts.shards import Share
 from spes_p2p.train.moment_store import Stored, cut, form_of, stored_shapes
 
 if TYPE_CHECKING:
@@ -38,22 +40,6 @@ if TYPE_CHECKING:
 
 MOST_UNDER_WAY = 2
 """Whole gradients that may wait for their exchange."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which rows of each tensor a rank steps: all of them where it is `of` one."""
-
-    rank: int = 0
-    of: int = 1
-
-    def rows(self, count: int, rank: int | None = None) -> slice:
-        """This rank's, or another's, of `count` rows; there may be none."""
-        rank = self.rank if rank is None else rank
-        return slice(count * rank // self.of, count * (rank + 1) // self.of)
-
-
-ALL_ROWS = Share()
 
 
 @dataclass
@@ -90,7 +76,6 @@ class KeptGradients(nn.Module):
         self._hooks = [one.register_post_accumulate_grad_hook(self._take) for one in parameters]
         self._kept: dict[int, Tensor] = {}
         self._under_way: deque[_Exchange] = deque()
-        self._exchanges = True
         self._noise = torch.Generator(ranks.device)
         for parameter in rounds if dtype == torch.bfloat16 and not self._dealt else ():
             add_in_bf16(parameter, partial(self._sum_of, parameter), self._noise)
@@ -114,11 +99,11 @@ class KeptGradients(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, each rank keeps its rows of its own gradients: as much memory, and nobody waits for anybody."""
-        self._exchanges = False
+        self._share.exchanges = False
         try:
             yield
         finally:
-            self._exchanges = True
+            self._share.exchanges = True
 
     @property
     def exchanges_each(self) -> bool:
@@ -135,7 +120,7 @@ class KeptGradients(nn.Module):
             return
         parts = [_rows(gradient, self._share, rank).contiguous().float() for rank in range(self._share.of)]
         del gradient
-        self._under_way.append(_Exchange(parameter, parts, self._sent(parts) if self._exchanges else []))
+        self._under_way.append(_Exchange(parameter, parts, self._sent(parts) if self._share.exchanges else []))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._receive(self._under_way.popleft())
 
@@ -203,7 +188,7 @@ class KeptGradients(nn.Module):
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """After each rank has stepped its rows: everybody has all."""
+        """After each rank has stepped its rows: everybody has all, but of what is dealt itself."""
         if not self._dealt:
             return
         import torch.distributed as dist

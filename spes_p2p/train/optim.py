@@ -27,11 +27,11 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.guests import MATRICES
 from spes_p2p.experts.masters import halves_of
+from spes_p2p.experts.shards import Share, own_rows, read
 from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import named_shared
 from spes_p2p.model.transformer import Transformer
-from spes_p2p.train.kept_gradients import ALL_ROWS, Share
 from spes_p2p.train.moment_store import (
     BLOCK_VALUES,
     MOMENTS,
@@ -68,9 +68,9 @@ class Group:
 class Optimizer:
     """AdamW with weight decay on everything. `rebuild` it whenever the owned columns change."""
 
-    def __init__(self, config: OptimizerConfig, share: Share = ALL_ROWS) -> None:
+    def __init__(self, config: OptimizerConfig, share: Share | None = None) -> None:
         """Raises ConfigError where a library is missing that optimizer.name asks for."""
-        self._kind, self._plain, self._share = kind_of(config), Float32(config), share
+        self._kind, self._plain, self._share = kind_of(config), Float32(config), share or Share()
         self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
         self._guest_kind = Float32(config.model_copy(update={"weight_decay": 0.0}))
@@ -165,14 +165,18 @@ class Optimizer:
 
         self._from_bank_to_bank(make)
 
-    def values(self, group: Group, name: str) -> dict[str, Tensor]:
-        """The very tensors that hold one's values: `value` in fp32, or `upper` and `lower` (experts/masters.py)."""
+    def values(self, group: Group, name: str, whole: bool = False) -> dict[str, Tensor]:
+        """The very tensors that hold one's values: `value` in fp32, or `upper` and `lower` (experts/masters.py).
+
+        Of what is dealt to ranks it is this rank's rows, or with `whole` copies of all: then all ranks call it.
+        """
         parameter = group.tensors[name]
         master, index = self._masters.get(id(parameter), (parameter, ...))
-        halves = halves_of(master)
-        if halves is None:
-            return {"value": parameter.detach()}
-        return {"upper": halves.rows(index).upper, "lower": halves.rows(index).lower}
+        if (both := halves_of(master)) is not None:
+            halves = both.of(index)
+            return {"upper": halves.upper, "lower": halves.whole_lower() if whole else halves.lower}
+        own = None if whole else own_rows(parameter)
+        return {"value": read(parameter) if own is None else own}
 
     @torch.no_grad()
     def step(self, lr: float, gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None) -> None:
@@ -222,6 +226,8 @@ class Optimizer:
 
     def _own(self, group: Group, parameter: nn.Parameter) -> Tensor:
         """What of it is stepped here."""
+        if (own := own_rows(parameter)) is not None:
+            return own
         values = parameter.detach()
         return values[self._share.rows(len(values))] if self._is_dealt(group) else values
 

@@ -1,7 +1,7 @@
 """What a peer must save beside the committed state to go on exactly: values in training, moments, counts, RNG.
 
 `private_state` gives a tree of plain values and the very tensors that are trained, on their device, so that saving them
-one after the other takes no memory; it is the same at every rank, but for moments that the ranks share
+one after the other takes no memory; it is the same at every rank, but for moments and values that are dealt to them
 (kept_gradients.py): rank 0 gets these in host memory. `load_private_state` takes a tree back, on rank 0 from the tree
 and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which must have been
 adopted first. Values and moments are saved as they are kept; a peer that keeps them otherwise turns them.
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from spes_p2p.errors import CheckpointError
 from spes_p2p.experts.masters import Halves
+from spes_p2p.experts.shards import write
 from spes_p2p.ids import Hash
 from spes_p2p.train.ddp import broadcast_array
 from spes_p2p.train.guests import SavedGuest
+from spes_p2p.train.kept_gradients import KeptGradients
 from spes_p2p.train.moment_store import MOMENTS, Stored, form_of, stored_shapes
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
@@ -65,6 +67,8 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
     trainer.set_owned(tuple(plain["owned"]), keep_moments=False, ramp_fresh=False)
     with trainer.model.masters_in_fp32():
         _load_groups(trainer, plain, state)
+    if trainer.deals_values and isinstance(trainer.forward, KeptGradients):  # each rank has shown its own rows alone
+        trainer.forward.fetch()
     if trainer.guests is not None:
         saved_guests = [None] * len(plain["guests"]) if state is None else state.get("guests", ())
         pairs = zip(plain["guests"], saved_guests, strict=True)
@@ -80,7 +84,7 @@ def _load_groups(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[
         moments: dict[str, Stored] = {}
         for name, parameter in group.tensors.items():
             entry = None if tensors is None else tensors[name]
-            parameter.detach().copy_(_received_values(trainer, entry, parameter.shape, name in saved["halved"]))
+            write(parameter, _received_values(trainer, entry, parameter.shape, name in saved["halved"]))
             if saved["steps"]:
                 shapes = stored_shapes(parameter.shape, saved["forms"][name])
                 whole = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
@@ -132,11 +136,18 @@ def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
     tensors = {
-        name: trainer.optimizer.values(group, name)
+        name: _whole_values(trainer, group, name)
         | (trainer.whole_moments(group, name) if name in group.moments else {})
         for name in group.tensors
     }
     return {"column": group.column, "ramped": group.ramped, "steps": group.steps, "tensors": tensors}
+
+
+def _whole_values(trainer: RankTrainer, group: Any, name: str) -> dict[str, Tensor]:
+    values = trainer.optimizer.values(group, name, whole=True)
+    if not trainer.deals_values:
+        return values
+    return {} if trainer.ranks.rank else {key: one.to("cpu") for key, one in values.items()}
 
 
 def _received_values(
@@ -144,7 +155,8 @@ def _received_values(
 ) -> Tensor:
     if not are_halved:
         return _received(trainer, entry, "value", shape, torch.float32)
-    return Halves(*(_received(trainer, entry, key, shape, torch.int16) for key in HALVES)).read()
+    upper, lower = (_received(trainer, entry, key, shape, torch.int16) for key in HALVES)
+    return Halves(upper, lower).read()
 
 
 def _received(

@@ -20,14 +20,15 @@ from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.experts.kernels import half_dtype
-from spes_p2p.model.params import guest_parameters
+from spes_p2p.experts.shards import Share
+from spes_p2p.model.params import deal_values, guest_parameters
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
-from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.state.layout import Layout, Values
 from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
 from spes_p2p.train.guests import GuestWork
-from spes_p2p.train.kept_gradients import ALL_ROWS, KeptGradients, Share, whole_moments
+from spes_p2p.train.kept_gradients import KeptGradients, whole_moments
 from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.moment_store import Stored
@@ -61,9 +62,13 @@ class RankTrainer:
         """Messages about steps for the user; whoever shows them empties the list."""
         self.trained = make_model(config, ranks.device)
         self.model = self.trained.module
-        self.shares = ranks.world_size > 1 and config.optimizer.sharding == "zero2"
+        self.shares = ranks.world_size > 1 and config.optimizer.sharding != "none"
         """Whether each rank steps a part of everything."""
-        self._share = Share(ranks.rank, ranks.world_size) if self.shares else ALL_ROWS
+        self.deals_values = self.shares and config.optimizer.sharding == "zero3"
+        """Whether it has that part alone of shared values and masters: whoever reads them must ask all ranks."""
+        self._share = Share(ranks.rank, ranks.world_size, ranks.group) if self.shares else Share()
+        if self.deals_values and isinstance(self.model, Transformer):
+            deal_values(self.model, self._share)
         self.optimizer = Optimizer(config.optimizer, self._share)
         self.loss_scale = LossScale(half_dtype(ranks.device))
         self.guests: GuestWork | None = None
@@ -80,18 +85,17 @@ class RankTrainer:
     def owned(self) -> tuple[int, ...]:
         return self.model.owned
 
-    def adopt(
-        self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool, round_steps: int = 0
-    ) -> None:
-        """Loads the state of global step `step` (`values` on rank 0) and starts a round that trains `owned`.
+    def adopt(self, owned: tuple[int, ...], step: int, keep_moments: bool, round_steps: int = 0) -> None:
+        """Starts a round that trains `owned` from global step `step`, whose values `load_block` brings.
 
-        `round_steps`: own steps of the round that `values` have already.
+        `round_steps`: own steps of the round that these values have already.
         """
         self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
-        for block in self.layout.model_blocks:
-            own = None if values is None else values.block(block.index)
-            self.trained.load_block(block.index, broadcast_array(self.ranks, own, block.size))
         self.step, self.round_steps = step, round_steps
+
+    def load_block(self, block: int, values: Values | None) -> None:
+        """Takes over a block of the state; `values` on rank 0."""
+        self.trained.load_block(block, broadcast_array(self.ranks, values, self.layout.blocks[block].size))
 
     def run_ahead(self) -> None:
         """Steps from here on belong to the next round, though the state that it begins with is not known yet."""
@@ -158,19 +162,19 @@ class RankTrainer:
         while True:
             found = self._totals_of_step(self.forward, batch, factor, should_drop)
             if found is None:
-                self._clear_gradients(self.forward)
+                self.clear_gradients()
                 restore_random_state(self.ranks.device, random)
                 return None
             losses, norm_value, counts = found
             finite = all(map(math.isfinite, (*losses, norm_value)))
             if finite or not all(map(math.isfinite, losses)) or not self.loss_scale.shrink():
                 break
-            self._clear_gradients(self.forward)
+            self.clear_gradients()
             restore_random_state(self.ranks.device, random)
         if finite:
             self._update(self.forward, norm_value, lr)
         self.gradient_bytes = sum(one.nbytes for one in self._gradients(self.forward))
-        self._clear_gradients(self.forward)
+        self.clear_gradients()
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm_value, lr, seconds, not finite, counts)
 
@@ -200,16 +204,12 @@ class RankTrainer:
         """Those that this rank steps with."""
         return forward.gradients() if isinstance(forward, KeptGradients) else gradients_of(self.model)
 
-    def _clear_gradients(self, forward: nn.Module) -> None:
-        """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
-        if isinstance(forward, KeptGradients):
-            forward.clear()
-        else:
-            self.model.zero_grad(set_to_none=forward is self.model)
-
     def clear_gradients(self) -> None:
-        """Drops what a trial has made."""
-        self._clear_gradients(self.forward or self.model)
+        """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
+        if isinstance(self.forward, KeptGradients):
+            self.forward.clear()
+        else:
+            self.model.zero_grad(set_to_none=self.forward in (None, self.model))
 
     def whole_moments(self, group: Group, name: str) -> Stored:
         """Moments of a tensor: the very ones, or where ranks share them a copy in host memory on rank 0.
@@ -247,7 +247,7 @@ class RankTrainer:
                 if not is_out_of_memory(error):
                     raise
                 failure = out_of_memory(error, f"training {len(self.owned)} expert columns")
-            self._clear_gradients(forward)
+            self.clear_gradients()
             failed = sum_over_ranks(self.ranks, torch.tensor([float(failure is not None)], device=self.ranks.device))
             if not failed.item():
                 break
@@ -279,7 +279,10 @@ class RankTrainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
+        """Mean cross entropy a target token, in nats, by this rank's model; NaN where there is no target.
+
+        Where values are dealt, all ranks must go through the same batches.
+        """
         device = self.ranks.device
         total, targets = torch.zeros(2, dtype=sum_dtype(device), device=device)
         # as it is: other shapes would be compiled for it
@@ -292,13 +295,13 @@ class RankTrainer:
         return float(total / targets)
 
     def contribution(self, block: int) -> Values:
-        """Present values of block 0 or of an owned column, flat fp32."""
+        """Present values of block 0 or of an owned column, flat fp32. All ranks call it where values are dealt."""
         if block and block - 1 not in self.owned:
             raise LocalProtocolError(f"block {block} was asked for, but column {block - 1} is not among {self.owned}")
         return self.trained.read_block(block)
 
     def trained_tensors(self) -> Iterator[tuple[Group, str, Tensor]]:
-        """(group, name, what holds its values, or half of them) of all that is trained, the same at every rank."""
+        """(group, name, what holds its values, or half of them) of all that is trained; this rank's rows if dealt."""
         for group in self.optimizer.groups:
             for name in group.tensors:
                 for values in self.optimizer.values(group, name).values():
@@ -357,6 +360,8 @@ def held_by(rank: RankTrainer) -> Held:
 def value_hashes(rank: RankTrainer) -> list[str]:
     """SHA-256 of all trained values, for each rank; all ranks must ask."""
     digest = hashlib.sha256()
-    for _, _, values in rank.trained_tensors():
-        digest.update(values.cpu().numpy().tobytes())
+    for group in rank.optimizer.groups:
+        for name in group.tensors:
+            for values in rank.optimizer.values(group, name, whole=True).values():
+                digest.update(values.cpu().numpy().tobytes())
     return gather_texts(rank.ranks, digest.hexdigest())

@@ -7,7 +7,7 @@ need not know how many there are. Knows no network and no rounds beyond counting
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -175,8 +175,13 @@ class Trainer:
             return
         self.wake()
         adopt = self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
-        with adopt, telling_of_memory(f"loading the state to train {len(owned)} expert columns"):
-            self._rank.adopt(owned, values, step, keep_moments, round_steps)
+        loading = f"loading the state to train {len(owned)} expert columns"
+        with adopt, telling_of_memory(loading):
+            self._rank.adopt(owned, step, keep_moments, round_steps)
+        for block in self._rank.layout.model_blocks:
+            own = values.block(block.index)  # before the command: it may need one of its own
+            with self._command("load_block", block=block.index), telling_of_memory(loading):
+                self._rank.load_block(block.index, own)
 
     def use_bases(self, bases: Mapping[int, Basis], left_out: bool = False) -> None:
         """Trains low-rank changes of foreign columns in these bases, by column, from here on.
@@ -262,7 +267,8 @@ class Trainer:
         if self._late_state is not None and block == 0:
             return self._late_state[0].block(0).copy()
         self.wake()
-        return self._rank.contribution(block)
+        with self._command("contribution", block=block) if self._rank.deals_values else nullcontext():
+            return self._rank.contribution(block)
 
     def moments(self, column: int) -> Moments:
         """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
@@ -278,15 +284,25 @@ class Trainer:
             take_moments(self._rank, column, moments.steps, moments)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean cross entropy a target token over `batches`, in nats, by rank 0 alone; NaN where there is no target."""
+        """Mean cross entropy a target token over `batches`, in nats; NaN where there is no target.
+
+        By rank 0 alone, unless values are dealt to the ranks: then all of them make each pass, on the same tokens.
+        """
         self.wake()
         with telling_of_memory("evaluating held-out data"):
-            return self._rank.evaluate(batches)
+            return self._rank.evaluate(self._told(batches) if self._rank.deals_values else batches)
+
+    def _told(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same, each told the other ranks when it is asked for."""
+        for batch in batches:
+            with self._command("evaluate", **_packed(batch)):
+                yield batch
 
     def private_state(self) -> dict[str, Any]:
         """What must be saved beside the committed state to go on exactly: a tree with the tensors that are trained.
 
-        No copies, but for moments that ranks share: whoever keeps it beyond the next step or `adopt` must make them.
+        No copies, but for moments and values that are dealt to ranks: whoever keeps it beyond the next step or `adopt`
+        must make them.
         """
         self.wake()
         with self._command("private_state"):

@@ -27,6 +27,7 @@ from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.locks import Scratch
+from spes_p2p.model.params import place
 from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
@@ -34,6 +35,7 @@ from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, private_state
 from spes_p2p.train.rank import RankTrainer, value_hashes
+from spes_p2p.train.trained_model import TrainedTransformer
 from spes_p2p.train.trainer import unpacked
 from spes_p2p.train.watchdog import Watchdog
 
@@ -73,9 +75,14 @@ def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
 
 
 def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
-    trainer.adopt(
-        tuple(arguments["owned"]), None, arguments["step"], arguments["keep_moments"], arguments["round_steps"]
-    )
+    trainer.adopt(tuple(arguments["owned"]), arguments["step"], arguments["keep_moments"], arguments["round_steps"])
+
+
+def _help_to_read(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
+    """This rank's rows of a block, for rank 0, which alone has use for the whole on the host."""
+    assert isinstance(trainer.trained, TrainedTransformer)
+    for where in trainer.trained.table[arguments["block"]]:
+        place(trainer.trained.module, where)
 
 
 def _use_bases(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
@@ -94,12 +101,15 @@ def _use_decay(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
 
 _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "adopt": _adopt,
+    "load_block": lambda trainer, arguments: trainer.load_block(arguments["block"], None),
     "use_bases": _use_bases,
     "use_decay": _use_decay,
     "park": lambda trainer, arguments: trainer.park(),
     "wake": lambda trainer, arguments: trainer.wake(),
     "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
+    "contribution": _help_to_read,
+    "evaluate": lambda trainer, arguments: trainer.evaluate([unpacked(**arguments)]),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
     "moments": lambda trainer, arguments: read_moments(trainer, **arguments),
     "private_state": lambda trainer, arguments: private_state(trainer),

@@ -36,7 +36,7 @@ def test_the_bits_of_any_value_come_back() -> None:
     halves = halves_of(master)
     assert halves is not None
     assert torch.equal(bits_of(halves.read()), bits_of(values))
-    assert torch.equal(bits_of(halves.rows(3).read()), bits_of(values[3]))
+    assert torch.equal(bits_of(halves.of(slice(3, 5)).read()), bits_of(values[3:5]))
     take_out(master)
     assert torch.equal(bits_of(master.detach()), bits_of(values))
     put_away(master)
@@ -57,13 +57,14 @@ def test_what_computes_is_the_nearest_bf16() -> None:
 
 
 def test_values_are_written_where_they_lie() -> None:
-    master, bf16 = halved(torch.zeros(3, 4))
-    halves, values = halves_of(master), torch.full((4,), 1 / 3)
+    master, bf16 = halved(torch.zeros(3, 4, 2))
+    halves, values = halves_of(master), torch.full((2, 2), 1 / 3)
     assert halves is not None
-    halves.rows((1, slice(0, 4))).write(values)
-    assert torch.equal(halves.read()[1], values)
-    assert torch.equal(bf16[1], values.bfloat16())
-    assert not halves.read()[[0, 2]].any()
+    halves.of(1).write(values, slice(1, 3))
+    assert torch.equal(halves.of(1).read()[1:3], values)
+    assert torch.equal(bf16[1, 1:3], values.bfloat16())
+    assert not bf16[[0, 2]].any()
+    assert not bf16[1, [0, 3]].any()
 
 
 def test_a_master_that_is_away_takes_no_memory_and_its_views_come_back() -> None:

@@ -24,12 +24,13 @@ from spes_p2p.experts import backends, stores, swiglu
 from spes_p2p.experts.choice import resolve_backend
 from spes_p2p.experts.dispatch import Order
 from spes_p2p.experts.quantise import Quantised
+from spes_p2p.experts.shards import Share
 from spes_p2p.model import output_loss
 from spes_p2p.model.layers import RMSNorm, compute_dtype
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.train import kept_gradients
 from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.kept_gradients import ALL_ROWS, KeptGradients
+from spes_p2p.train.kept_gradients import KeptGradients
 from tests.planning.runs import run_named
 
 SEQUENCES, OWNED, EXPERTS = 2, 8, 32
@@ -169,7 +170,7 @@ def of_micro_batch(layers: int, sums: Sums, monkeypatch: pytest.MonkeyPatch, *ov
         if sums == "in bf16":
             for parameter in model.parameters():
                 parameter.grad, parameter.grad_dtype = None, torch.bfloat16
-            called = KeptGradients(model, Ranks(), ALL_ROWS, torch.bfloat16, rounds=[model.head.weight])
+            called = KeptGradients(model, Ranks(), Share(), torch.bfloat16, rounds=[model.head.weight])
         tokens = torch.empty(SEQUENCES, config.data.sequence_length, dtype=torch.int64)
 
         def micro_batch() -> None:

@@ -137,7 +137,12 @@ def test_one_sentence_says_whether_it_fits(name: str, gib: int, words: str) -> N
 def test_ranks_share_gradients_and_moments_where_they_are_several_and_memory_is_short() -> None:
     work = work_of("spes-7b")
     for ranks, expected in ((1, False), (4, True)):
-        adds = [adds for _, adds in rungs(work.options, local_only=True, ranks=ranks)]
-        assert ("optimizer.sharding=zero2" in adds) == expected
-    muon = replace(work.options, optimizer="muon")
-    assert "optimizer.sharding=zero2" not in [adds for _, adds in rungs(muon, local_only=True, ranks=4)]
+        assert _sharding(work.options, ranks) == (["zero2", "zero3"] if expected else [])
+    assert _sharding(replace(work.options, optimizer="muon"), ranks=4) == []
+    assert _sharding(replace(work.options, sharding="zero2"), ranks=4) == ["zero3"]
+    assert _sharding(replace(work.options, sharding="zero3"), ranks=4) == []
+
+
+def _sharding(options: Options, ranks: int) -> list[str]:
+    adds = [adds.partition("=") for _, adds in rungs(options, local_only=True, ranks=ranks)]
+    return [value for key, _, value in adds if key == "optimizer.sharding"]

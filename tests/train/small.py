@@ -16,6 +16,7 @@ from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.trained_model import TrainedTransformer
 from spes_p2p.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -113,3 +114,11 @@ class SmallDevice:
         room = self.sequences * (2 if self.model.config.activation_checkpointing == "full" else 1)
         if torch.is_grad_enabled() and len(inputs[0]) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
+
+
+class InBf16(TrainedTransformer):
+    """Experts in bf16, the rest in fp32, as on a GPU: masters are halved."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.module = Transformer(config.model, (), self.module.loss_weights, device, torch.bfloat16)

@@ -207,7 +207,7 @@ def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Pa
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("micro", "sharding"), [(8, "none"), (2, "none"), (2, "zero2")])
+@pytest.mark.parametrize(("micro", "sharding"), [(8, "none"), (2, "none"), (2, "zero2"), (2, "zero3")])
 def test_two_ranks_are_one_guest(micro: int, sharding: str) -> None:
     config = guest_config(
         f"optimizer.micro_batch_sequences={micro}",

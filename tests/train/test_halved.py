@@ -20,13 +20,12 @@ from spes_p2p.experts import bank
 from spes_p2p.experts.masters import halves_of, nearest_bf16
 from spes_p2p.experts.stores import Dense, Part
 from spes_p2p.model.params import masters_of
-from spes_p2p.model.transformer import Transformer
 from spes_p2p.train.ddp import Ranks, connect
 from spes_p2p.train.rank import RankTrainer, value_hashes
-from spes_p2p.train.trained_model import TrainedTransformer
 from spes_p2p.train.trainer import Trainer
 from tests.train.small import (
     CPU,
+    InBf16,
     batch_of,
     initial,
     same_bits,
@@ -39,14 +38,6 @@ from tests.train.small import (
 
 EIGHT_BIT = "optimizer.name=adamw8bit", "model.d_model=64", "model.expert_ffn=64", "sync.tile_values=65536"
 BF16_SUMS = "optimizer.gradient_dtype=bf16", "optimizer.micro_batch_sequences=2"
-
-
-class InBf16(TrainedTransformer):
-    """Experts in bf16, the rest in fp32."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(config, device)
-        self.module = Transformer(config.model, (), self.module.loss_weights, device, torch.bfloat16)
 
 
 def halved_trainer(config: Config, owned: tuple[int, ...] = (1, 4)) -> Trainer:
@@ -87,7 +78,7 @@ def test_it_trains_bit_for_bit_as_with_whole_masters(options: tuple[str, ...], m
     losses = two_rounds(halved, config)
     assert are_away(halved)
     monkeypatch.setattr(Dense, "refresh", refresh)
-    monkeypatch.setattr(bank, "halve", lambda master, bf16: bf16.copy_(nearest_bf16(master.detach())))
+    monkeypatch.setattr(bank, "halve", lambda master, bf16, share: bf16.copy_(nearest_bf16(master.detach())))
     whole = halved_trainer(config)
     assert two_rounds(whole, config) == losses
     assert same_bits(values_of(halved), values_of(whole))
@@ -149,7 +140,9 @@ def steps_of_a_rank(rank: int, options: tuple[str, ...], folder: Path) -> tuple[
     trainer = RankTrainer(config, small_layout(config), ranks, InBf16)
     losses = []
     for step, owned in ((0, (1, 4)), (3, (0, 4, 5))):
-        trainer.adopt(owned, initial(config) if rank == 0 else None, step, keep_moments=True)
+        trainer.adopt(owned, step, keep_moments=True)
+        for block in trainer.layout.model_blocks:
+            trainer.load_block(block.index, initial(config).block(block.index) if rank == 0 else None)
         found = [trainer.train_step(batch_of(step + index)) for index in range(3)]
         losses += [result.loss for result in found if result is not None]
     whole = sum(master.untyped_storage().nbytes() for master in masters_of(transformer_of(trainer)))
