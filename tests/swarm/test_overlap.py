@@ -1,4 +1,7 @@
-"""Four real peers that train on while they sync, a part of the state at a time: exact, agreed, the bytes of `plan`."""
+"""Four real peers that train on while they sync, a part of the state at a time: exact, agreed, the bytes of `plan`.
+
+In every run of the tests the same is shown in memory, in tests/sync/test_overlap.py and tests/sync/test_fragments.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from spes_p2p.planning.traffic import Link, sync_costs
 from tests import oracle
 from tests.swarm.micro import MOST, Finished, dump_initial_state, recomputed_state, run_to_the_end
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 8
 STEPS = 6

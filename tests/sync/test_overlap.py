@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.ids import PeerId
+from spes_p2p.planning.traffic import Link, sync_costs
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from spes_p2p.train.stages import Load, Stage
@@ -44,6 +45,27 @@ def check_starts(swarm: MemorySwarm, recorder: Recorder) -> int:
                 np.testing.assert_array_equal(after.started[block], expected)
                 ahead_steps += 1
     return ahead_steps
+
+
+def test_the_bytes_are_those_that_plan_says(folder: Path) -> None:
+    """Of so many values, and with so few heartbeats, that messages are few bytes beside them; over both fragments."""
+    config = small_config(
+        *(OVERLAP, "sync.fragments=2", "sync.steps_per_round=12", "sync.tile_values=32768"),
+        *("model.d_model=128", "model.head_dim=32", "model.num_layers=3", "model.num_heads=4"),
+        *("model.expert_ffn=128", "model.num_experts=8", "swarm.heartbeat_seconds=3.0"),
+        peers=4,
+    )
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abcd")
+        await swarm.until_round(6)
+        events = [e for life in swarm.up for e in life.applied_events if 2 < e.commit.manifest.round <= 6]
+        assert len(events) == 4 * 4
+        cost = sync_costs(config, 4, 2, Link(), None)[0]
+        assert np.mean([event.bytes_sent for event in events]) == pytest.approx(cost.bytes_up, rel=0.03)
+        assert np.mean([event.bytes_received for event in events]) == pytest.approx(cost.bytes_down, rel=0.03)
+
+    in_swarm(folder, play, config)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
