@@ -64,7 +64,7 @@ STEPS = (
         "anna",
         f"{PROGRAM} join INVITATION",
         "in a second terminal: her machine trains, too",
-        until="waiting: the run begins",
+        until="waiting for others",
     ),
     Step("ben", "git clone REPOSITORY spes-p2p", "the program"),
     Step(

@@ -1,8 +1,10 @@
-"""Raises the operating system's resource limits of this process as far as an unprivileged user may."""
+"""The limits that the operating system sets to this process: more open files, or fewer processor cores."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 
 OPEN_FILES = 65_536
 """More than that no peer needs; some systems give a million, and closing them all takes time."""
@@ -19,3 +21,14 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS has a lower one that it does not tell
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def use_cores(most: int) -> None:
+    """From now on this thread, and all threads and processes that come of it, run on that many cores at most.
+
+    To be called before there are others, and before PyTorch is loaded, which takes as many threads as there are cores.
+    """
+    if sys.platform.startswith("linux"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-most:])
+    else:
+        os.environ["OMP_NUM_THREADS"] = str(most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -13,7 +14,10 @@ _held: set[int] = set()
 
 
 class FileLock:
-    """Holds `path` (made when missing) alone until `release`. Raises BlockingIOError when it is taken, or OSError."""
+    """Holds `path` (made when missing) alone until `release`, and writes the process's number into it.
+
+    Raises BlockingIOError when it is taken, or OSError.
+    """
 
     def __init__(self, path: Path, create: bool = True) -> None:
         self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
@@ -23,6 +27,9 @@ class FileLock:
             os.close(self._handle)
             raise
         _held.add(self._handle)
+        with contextlib.suppress(OSError):  # a full disk; it is for people
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """The file stays: removing it would let two processes hold two files of one name. Safe to call twice."""
@@ -30,6 +37,15 @@ class FileLock:
             _held.discard(self._handle)
             os.close(self._handle)
             self._handle = -1
+
+
+def holder_of(path: Path) -> str:
+    """The number of the process that holds this lock, or held it last; empty where nobody has written it."""
+    try:
+        words = path.read_text(errors="replace").split()
+    except OSError:
+        return ""
+    return words[0] if words and words[0].isdecimal() else ""
 
 
 class Scratch:

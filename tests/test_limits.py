@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 from spes_p2p.limits import OPEN_FILES, allow_open_files
 
@@ -19,3 +21,17 @@ def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_threads_and_processes_keep_to_the_cores_that_were_allowed() -> None:
+    program = (
+        "import os, subprocess, sys, threading\n"
+        "from spes_p2p.limits import use_cores\n"
+        "use_cores(1)\n"
+        "def tell(): print(len(os.sched_getaffinity(0)), flush=True)\n"
+        "thread = threading.Thread(target=tell); thread.start(); thread.join()\n"
+        "subprocess.run([sys.executable, '-c', 'import os; print(len(os.sched_getaffinity(0)))'], check=True)\n"
+        "use_cores(1000); tell()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["1", "1", "1"]

@@ -109,12 +109,22 @@ TokenizerOption = Annotated[
 
 
 def met(
-    invitation: str | None, initial_peers: Sequence[str] | None, run_id: str | None, fingerprint: str | None
+    invitation: str | None,
+    initial_peers: Sequence[str] | None,
+    run_id: str | None,
+    fingerprint: str | None,
+    folder: Path | None = None,
 ) -> JoinTarget:
-    """The run to join and the addresses to find it at. Raises ConfigError if no invitation or address was given."""
+    """The run to join and the addresses to find it at. Raises ConfigError if no invitation or address was given.
+
+    `folder`: of a peer on this machine, whose invitation is taken then, if it has one.
+    """
     from spes_p2p.errors import ConfigError
+    from spes_p2p.peer.kept_invite import INVITE_FILE, kept_invite
     from spes_p2p.peer.options import meeting
 
+    if not invitation and not initial_peers and folder is not None and (folder / INVITE_FILE).exists():
+        invitation = kept_invite(folder)
     found = meeting((invitation,) if invitation else (), tuple(initial_peers or ()), run_id, fingerprint)
     if not found.addresses:
         raise ConfigError("no invitation was given", fix="give the invitation that the organiser printed: spes1...")

@@ -143,6 +143,12 @@ def join(
             rich_help_panel=LIMITS,
         ),
     ] = 0,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            help="Most processor cores to use (default: all).", min=1, show_default=False, rich_help_panel=LIMITS
+        ),
+    ] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
     log_format: Annotated[
@@ -156,7 +162,9 @@ def join(
     Example: spes-p2p join spes1... --output peer
     """
     from spes_p2p.config.fingerprint import split_overrides
+    from spes_p2p.limits import use_cores
     from spes_p2p.peer.contacts import first_addresses
+    from spes_p2p.peer.early import check_start
     from spes_p2p.peer.options import (
         NetworkOptions,
         PeerOptions,
@@ -210,6 +218,9 @@ def join(
     if config is not None:
         config_path(config)
     first_addresses(options)
+    check_start(options)
+    if cores is not None:
+        use_cores(cores)
     if nice:
         # before there are threads and children, which have it then too
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -36,12 +36,15 @@ def status(
 ) -> None:
     """Shows a run: round, peers, columns with their owners, age of the newest certificate. Any live node will do.
 
+    Without an invitation: the run of the peer in the folder "peer".
+
     Example: spes-p2p status spes1...
     """
     from spes_p2p.errors import Stopped
+    from spes_p2p.peer.kept_invite import DEFAULT_FOLDER
     from spes_p2p.peer.visiting import visit
 
-    run = met(invitation, initial_peers, run_id, fingerprint)
+    run = met(invitation, initial_peers, run_id, fingerprint, DEFAULT_FOLDER)
     # while the network opens, which mostly waits
     threading.Thread(target=importlib.import_module, args=("spes_p2p.sync.report",), daemon=True).start()
     try:
@@ -155,7 +158,7 @@ def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
         trains, known = peer.state != "bootstrap", peer.seen_at > 0
         cells = (
             f"{short(peer.peer):<8}",
-            f"{peer.state:<10}",
+            f"{'paused' if peer.state == 'member' and peer.vitals.phase == 'paused' else peer.state:<10}",
             f"{peer.round if known else '-':>6}",
             f"{count_text(peer.tokens_per_second) if trains and known else '-':>9}",
             f"{count_text(peer.tokens) if trains and known else '-':>9}",

@@ -72,6 +72,8 @@ class Round:
     """Token data to and from other peers; not part of `bytes_sent` and `bytes_received`."""
     handed_out: Mapping[str, int] = field(default_factory=dict)
     """Sequences of each dataset of a mixture that peers were given since the run began."""
+    own_tokens: int = -1
+    """Of `tokens`, those of this peer; -1 where an older version wrote the event."""
 
 
 @dataclass(frozen=True)

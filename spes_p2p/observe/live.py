@@ -19,14 +19,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from spes_p2p.observe.events import Columns, Eval, Event, Pause, Round, Step
+from spes_p2p.observe.events import Columns, Eval, Event, ExpertLoad, Pause, Round, Step
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text, span_text
 from spes_p2p.observe.text import line
 from spes_p2p.observe.view import PeerView
 
 TRAINING, WAITING, READY, EXCHANGING, VOTING = "training", "waiting", "ready", "exchanging", "voting"
 PHASES = {
-    WAITING: "waiting to be named as a member",
+    WAITING: "catching up; training begins at the end of a round, usually within minutes",
     TRAINING: "training",
     READY: "waiting for the others",
     EXCHANGING: "exchanging values",
@@ -58,6 +58,10 @@ class Facts:
     counted_rounds: int = 0
     rank: int = 0
     contributors: int = 0
+    counted_tokens: int = 0
+    """Of this peer, in the whole run."""
+    round: int = 0
+    step: int = 0
     swarm_tokens: int = 0
     swarm_tokens_per_second: float = 0.0
     leaving: bool = False
@@ -83,6 +87,7 @@ class LiveState:
     tokens_per_second: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    eval_round: int = 0
     losses: tuple[float, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -154,8 +159,11 @@ def _share(state: LiveState) -> RenderableType:
     facts, speed = state.facts, None if state.paused else state.tokens_per_second
     rank = f", rank {facts.rank} of {facts.contributors}" if facts.rank else ""
     owned = f"{len(facts.owned)} of {facts.columns}" + (f": {span_text(facts.owned)}" if facts.owned else "")
+    tokens = count_text(state.tokens)
+    if facts.counted_tokens > state.tokens:  # of an earlier life
+        tokens = f"{count_text(facts.counted_tokens)} in all, {tokens} since this start"
     rows = [
-        ("tokens", count_text(state.tokens) + (f", {count_text(speed)} per second" if speed is not None else "")),
+        ("tokens", tokens + (f", {count_text(speed)} per second" if speed is not None else "")),
         ("rounds", f"{facts.counted_rounds} credited{rank}"),
         ("experts", owned if facts.columns else "-"),
         ("loss", "-" if state.loss is None else f"{state.loss:.4f} {sparkline(state.losses)}"),
@@ -169,12 +177,14 @@ def _swarm(state: LiveState) -> RenderableType:
     without = facts.columns - facts.covered
     cover = f"all {facts.columns} have an owner" if not without else f"{without} of {facts.columns} without owner"
     tokens = f"{count_text(facts.swarm_tokens)}, {count_text(facts.swarm_tokens_per_second)} per second"
+    is_known, joins = bool(facts.columns), facts.phase == WAITING and not facts.leaving
+    peers = f"{facts.members}, {facts.heard} online" + ("; this one is coming" if joins else "")
     rows = [
-        ("peers", f"{facts.members}, {facts.heard} online"),
-        ("round", f"{state.round}, step {state.step:,}"),
+        ("peers", peers if is_known else "-"),
+        ("round", f"{max(state.round, facts.round)}, step {max(state.step, facts.step):,}" if is_known else "-"),
         ("experts", cover if facts.columns else "-"),
-        ("tokens", tokens),
-        ("held-out", "-" if state.eval_loss is None else f"loss {state.eval_loss:.4f}"),
+        ("tokens", tokens if is_known else "-"),
+        ("held-out", "-" if state.eval_loss is None else f"loss {state.eval_loss:.4f} (round {state.eval_round})"),
     ]
     return _facts_table("the swarm", rows)
 
@@ -235,6 +245,8 @@ class LiveModel:
         self._tokens = 0
         self._paused = ""
         self._messages: tuple[str, ...] = ()
+        self._is_round_newest = False
+        """Whether the newest message is of a round: the next one takes its place."""
 
     def write(self, time: float, event: Event) -> None:
         self._view.apply(time, event)
@@ -243,7 +255,12 @@ class LiveModel:
             self._losses.append(event.loss)
         if isinstance(event, Pause):
             self._paused = event.why if event.paused else ""
-        if not isinstance(event, Step | Round | Eval | Columns):  # what these tell is on the screen anyway
+        if isinstance(event, Round) and event.own_tokens > 0:
+            self._messages = self._messages[:-1] if self._is_round_newest else self._messages
+            self._note(time, f"round {event.round} committed, your {count_text(event.own_tokens)} tokens counted")
+            self._is_round_newest = True
+        # what these tell is on the screen, or for those who read metrics
+        if not isinstance(event, Step | Round | Eval | Columns | ExpertLoad):
             self._note(time, line(event))
 
     def say(self, text: str) -> None:
@@ -276,6 +293,7 @@ class LiveModel:
             tokens_per_second=view.tokens_per_second.value,
             loss=view.smooth_loss.value,
             eval_loss=view.eval_loss,
+            eval_round=view.eval_round,
             losses=tuple(self._losses),
             bytes_sent=view.bytes_sent,
             bytes_received=view.bytes_received,
@@ -284,5 +302,6 @@ class LiveModel:
         )
 
     def _note(self, time: float, text: str) -> None:
+        self._is_round_newest = False
         clock = wall_time.strftime("%H:%M:%S", wall_time.localtime(time))
         self._messages = (*self._messages, f"{clock} {text}")[-MESSAGES_SHOWN:]

@@ -37,6 +37,7 @@ class PeerView:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.eval_loss: float | None = None
+        self.eval_round = 0
         self.first_eval_loss: float | None = None
         self.messages: tuple[str, ...] = ()
         """The newest last. Replaced as a whole, since a display may read it from another thread."""
@@ -50,7 +51,7 @@ class PeerView:
             case Round():
                 self._apply_round(event)
             case Eval():
-                self.eval_loss = event.loss
+                self.eval_loss, self.eval_round = event.loss, event.round
                 self.first_eval_loss = event.loss if self.first_eval_loss is None else self.first_eval_loss
             case Peer() | Tasks() | Note() | Warning() | Error():
                 self.messages = (*self.messages, line(event))[-_MESSAGES_KEPT:]

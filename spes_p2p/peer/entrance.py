@@ -45,13 +45,22 @@ class FoundRun:
 def reach_text(network: HivemindNetwork) -> str:
     """What a person should know of how others reach this machine; empty where nothing was found out."""
     if network.reach is Reach.PUBLIC:
-        return f"others can dial this machine, at {network.dialled_at}"
+        return f"others can dial this machine, at {network.dialled_at}{_by_router(network.dialled_at)}"
     if network.reach is Reach.PRIVATE:
         return (
-            "nobody can dial this machine (NAT or a firewall): it can still train, over connections that it keeps "
-            "open; to let it also reduce for others, forward a TCP port and name it with --port"
+            "nobody can dial this machine (a firewall, or a router that opened no port when asked): it can still "
+            "train, over connections that it keeps open; to let it also reduce for others, forward a TCP port and name "
+            "it with --port"
         )
     return ""
+
+
+def _by_router(address: str) -> str:
+    """Says so where an address is not of this machine itself: then a router has opened the port, or forwards it."""
+    import psutil  # here, since who only looks at a run needs none
+
+    own = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    return "" if any(part in own for part in address.split("/")) else ": its router has opened the port, or forwards it"
 
 
 async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNetwork, tuple[str, ...]]:

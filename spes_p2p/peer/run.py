@@ -325,6 +325,7 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             roster_size=len(manifest.roster),
             commit="degraded" if event.commit.certificate.kind == DEGRADED else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
+            own_tokens=sum(entry.tokens for entry in manifest.roster if entry.peer == connection.peer_id),
             bytes_sent=max(0, event.bytes_sent - data_sent),
             bytes_received=event.bytes_received,
             seconds=event.seconds,

@@ -146,7 +146,7 @@ class TrainingLoop:
 
     def _explain_waiting(self) -> None:
         """Tells the user once why this peer, which is not a member yet, is waiting."""
-        why: Note | Warning = Note("this peer will train as soon as a round names it as a member")
+        why: Note | Warning = Note("this peer is in; it trains from the end of the running round on")
         if (lost := self.connection.lost_round()) is not None:
             why = Warning(
                 f"no answering node has the state of round {lost}, the newest: it is lost unless a former peer comes "

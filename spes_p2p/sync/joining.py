@@ -33,6 +33,8 @@ from spes_p2p.sync.starting import Sources, fetch_start
 from spes_p2p.wire import pack
 
 WITHDRAW_SECONDS = 2.0
+TELL_SECONDS = 60.0
+"""A person who waits for the run to begin is told so this often."""
 LONG_CHECK_BYTES = 2**30
 """A larger state takes seconds to hash: that is said."""
 
@@ -123,6 +125,7 @@ class Joining:
         A peer that answers slowly does not hold up the others.
         """
         sequence, asked = 0, tuple[PeerId, ...]()
+        loop, told = asyncio.get_running_loop(), float("-inf")
         asking: dict[PeerId, asyncio.Task[Commit | None]] = {}
         try:
             while True:
@@ -134,15 +137,20 @@ class Joining:
                 found = await self._first_genesis(asking, self._run.heartbeat_seconds)
                 if found is not None:
                     return found
-                self._say_once(
-                    f"waiting: the run begins when {self._run.config.swarm.min_peers} peers have come, with this one"
-                )
+                if loop.time() >= told + TELL_SECONDS:
+                    told = loop.time()
+                    self._node.say(self._waiting_text(asked))
         except asyncio.CancelledError:
             await _end(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
             raise
         finally:
             await _end(asking.values())
+
+    def _waiting_text(self, asked: tuple[PeerId, ...]) -> str:
+        here, wanted = 1 + len(set(asked) - {self._run.info.organiser}), self._run.config.swarm.min_peers
+        are = "is here (this one)" if here == 1 else "are here, with this one"
+        return f"waiting for others: {here} of {wanted} peers {are}; the run begins by itself; Ctrl-C leaves"
 
     async def _first_genesis(self, asking: dict[PeerId, asyncio.Task[Commit | None]], seconds: float) -> Commit | None:
         """What one of those who are asked has given within `seconds`; those who have answered are taken out."""

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.cli.arguments import met
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.options import meeting
 from spes_p2p.swarm.invite import Invite, decode, encode
 from tests.cli.conftest import LOOPBACK, Organiser, spes_p2p
 from tests.cli.test_errors import refused
@@ -64,7 +67,15 @@ def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
     refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1")
     refused(spes_p2p("status"), "no invitation was given")
-    refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "name the folder")
+    refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "spes-p2p invite --folder peer")
+
+
+def test_a_command_that_looks_at_a_run_takes_the_invitation_of_the_peer_here(tmp_path: Path, word: str) -> None:
+    (tmp_path / "invite.txt").write_text(f"{word}\n")
+    assert met(None, None, None, None, tmp_path) == meeting((word,), ())
+    assert met(None, ["/ip4/127.0.0.1/tcp/1/p2p/Qm"], None, None, tmp_path).fingerprint is None
+    with pytest.raises(ConfigError, match="no invitation was given"):
+        met(None, None, None, None, tmp_path / "other")
 
 
 def test_an_invitation_to_another_run_or_organiser_is_refused(tmp_path: Path, word: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 
@@ -22,6 +23,7 @@ from spes_p2p.observe.events import (
     from_json,
     to_json,
 )
+from spes_p2p.observe.text import line
 
 STEP = Step(step=3, loss=2.5, tokens=1024, tokens_per_second=99.5, lr=1e-3, grad_norm=0.7)
 ROUND = Round(
@@ -172,3 +174,12 @@ def test_a_screen_that_comes_late_shows_what_was_said_before() -> None:
     bus.add(other, with_early=True)
     assert file.events == screen.events == [Warning("early"), Warning("late")]
     assert other.events == []
+
+
+def test_a_round_without_this_peer_says_so_instead_of_a_training_that_was_none() -> None:
+    missed = dataclasses.replace(ROUND, own_tokens=0, seconds={"reduce": 2.0})
+    assert "(without this peer)" in line(missed)
+    assert "trained for" not in line(missed)
+    assert "synced in 2.0 s" in line(missed)
+    assert "without this peer" not in line(dataclasses.replace(missed, own_tokens=5))
+    assert "without this peer" not in line(dataclasses.replace(missed, own_tokens=-1))  # of an older version

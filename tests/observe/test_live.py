@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from spes_p2p.observe.events import Eval, Pause, Step, Warning
+from spes_p2p.observe.events import Eval, ExpertLoad, Pause, Step, Warning
 from spes_p2p.observe.live import (
     EXCHANGING,
     READY,
@@ -34,7 +34,7 @@ FACTS = Facts(
 )  # fmt: skip
 STATE = LiveState(
     "0.1.0", "home", "6P9UKN", 3723.0, "", FACTS, step=1463, round=14, round_steps=63, steps_per_round=100,
-    tokens=1_240_000, tokens_per_second=3450.0, loss=2.3412, eval_loss=2.4101,
+    tokens=1_240_000, tokens_per_second=3450.0, loss=2.3412, eval_loss=2.4101, eval_round=12,
     losses=tuple(4 - 0.01 * n for n in range(100)),
     bytes_sent=1_100_000_000, bytes_received=1_240_000_000, seconds_to_sync=42.0, keys=True,
     invite="spes-p2p invite --folder peer",
@@ -57,6 +57,18 @@ CASES = {
     "leaving": at(READY, leaving=True),
     "gone": at(WAITING, leaving=True, owned=()),
     "new": LiveState("0.1.0", "tiny", "6P9UKN", facts=Facts(phase=WAITING)),
+    "back": dataclasses.replace(
+        at(WAITING, counted_tokens=501_800, round=13, step=1300, owned=()),
+        tokens=0,
+        tokens_per_second=None,
+        loss=None,
+        losses=(),
+        eval_loss=None,
+        round=0,
+        step=0,
+        messages=(),
+        seconds_to_sync=None,
+    ),
     "uncovered": at(TRAINING, covered=6, rank=0, counted_rounds=0),
 }
 
@@ -104,6 +116,18 @@ def test_the_model_folds_events_and_asks_for_the_rest() -> None:
     model.write(4.0, Pause(False, ""))
     model.write(5.0, dataclasses.replace(ROUND, step=40, round=4))
     assert "round 4, step 40: 200 tokens" in model.last_words()
+    assert model.messages[-1].endswith("training resumes")  # a round that says nothing of this peer is no message
+
+
+def test_each_round_that_counts_tells_so_in_one_line_and_the_load_of_experts_is_left_to_the_metrics() -> None:
+    model = LiveModel(LiveState("1", "tiny", "me"), lambda step: 10, lambda: FACTS)
+    model.write(1.0, dataclasses.replace(ROUND, round=4, own_tokens=20_480))
+    model.write(1.0, ExpertLoad(4, 40, 100, (1.0,), (1.0,), (1.0,)))
+    model.write(2.0, dataclasses.replace(ROUND, round=5, own_tokens=1024))
+    assert [message.split(" ", 1)[1] for message in model.messages] == ["round 5 committed, your 1.0k tokens counted"]
+    model.write(3.0, Warning("look out"))
+    model.write(4.0, dataclasses.replace(ROUND, round=6, own_tokens=1024))
+    assert [message.split(" ", 1)[1][:8] for message in model.messages] == ["round 5 ", "warning:", "round 6 "]
 
 
 def test_only_the_newest_messages_are_kept() -> None:

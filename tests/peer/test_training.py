@@ -716,7 +716,7 @@ def test_who_waits_is_told_for_what(story: Story) -> None:
     story.others = [A]
     story.loop._explain_waiting()
     story.loop._explain_waiting()
-    assert story.notes == ["this peer will train as soon as a round names it as a member"]
+    assert story.notes == ["this peer is in; it trains from the end of the running round on"]
     story.lost_round = 7
     story.loop._explain_waiting()
     story.loop._explain_waiting()

@@ -15,7 +15,7 @@ from hivemind.proto import crypto_pb2
 
 from spes_p2p.errors import ConfigError, IdentityInUse, StorageFull
 from spes_p2p.files import write_whole
-from spes_p2p.locks import FileLock
+from spes_p2p.locks import FileLock, holder_of
 from spes_p2p.swarm.keys import PADDING, packed_key, peer_id_of
 
 
@@ -39,12 +39,22 @@ class IdentityFile:
         self._lock.release()
 
 
+def check_free(path: Path) -> None:
+    """Raises IdentityInUse when another process holds this key file, ConfigError when it cannot be locked."""
+    _lock(path).release()
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
 def _lock(path: Path) -> FileLock:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(path.with_name(path.name + ".lock"))
+        return FileLock(_lock_of(path))
     except BlockingIOError as error:
-        raise in_use(path, "on this machine") from error
+        process = holder_of(_lock_of(path))
+        raise in_use(path, f"on this machine (process {process})" if process else "on this machine") from error
     except OSError as error:
         raise ConfigError(f"identity {path} cannot be locked: {error}", fix="give a path you may write to") from error
 
