@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from spes_p2p.config.fingerprint import split_overrides
-from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.config.load import bundled_config, changed, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import held_out_batches, open_dataset
@@ -77,18 +77,19 @@ class Result:
 
 
 def prepare(options: QuickstartOptions, say: Callable[[str], None]) -> tuple[Path, Config, list[str], list[str]]:
-    """Data, config, and the overrides that the bootstrap node and that each peer gets."""
-    if options.output.exists() and any(options.output.iterdir()):
-        raise ConfigError(f"{options.output} is not empty", fix="remove it, or choose another --output")
-    options.output.mkdir(parents=True, exist_ok=True)
-    data = _token_shards(options, say)
+    """Data, config, and the overrides that the bootstrap node and that each peer gets. What is wrong with overrides is
+    said before anything is written."""
     agreed, local = split_overrides(options.overrides)
     experts = load_config(bundled_config(CONFIG), agreed).model.num_experts
     share = min(experts, -(-experts // options.peers))
     sizes = [f"swarm.min_peers={options.peers}", f"swarm.experts_per_peer={share}"]
     agreed = [*(size for size in sizes if not any(o.startswith(size.split("=")[0]) for o in agreed)), *agreed]
-    config = load_config(bundled_config(CONFIG), [*agreed, *local, f"data.path={data}"])
-    return data, config, agreed, local
+    config = load_config(bundled_config(CONFIG), [*agreed, *local])
+    if options.output.exists() and any(options.output.iterdir()):
+        raise ConfigError(f"{options.output} is not empty", fix="remove it, or choose another --output")
+    options.output.mkdir(parents=True, exist_ok=True)
+    data = _token_shards(options, say)
+    return data, changed(config, [f"data.path={data}"]), agreed, local
 
 
 def _token_shards(options: QuickstartOptions, say: Callable[[str], None]) -> Path:

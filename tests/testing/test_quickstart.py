@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.testing.quickstart import PeerResult, QuickstartOptions, find_problems
+from spes_p2p.errors import ConfigError
+from spes_p2p.testing.quickstart import PeerResult, QuickstartOptions, find_problems, prepare
 
 OPTIONS = QuickstartOptions(Path("unused"), peers=2, rounds=3)
 GOOD = PeerResult("peer-0", 0, 3, 5.0, 4.0, 100, 100, "aa", "aa")
@@ -37,3 +38,12 @@ def test_each_broken_promise_is_named(other: PeerResult, words: str) -> None:
 @pytest.mark.parametrize("after", [5.0, 6.0, float("nan")])
 def test_a_loss_that_does_not_fall_is_a_problem(after: float) -> None:
     assert len(problems(GOOD, after=after)) == 1
+
+
+@pytest.mark.parametrize("wrong", ["model.width=3", "model.d_model=30", "output.tensorboard=5"])
+def test_a_wrong_override_leaves_nothing_behind(wrong: str, tmp_path: Path) -> None:
+    """So that the corrected command finds the folder as it was."""
+    folder = tmp_path / "q"
+    with pytest.raises(ConfigError, match=wrong.split("=")[0]):
+        prepare(QuickstartOptions(folder, overrides=(wrong,)), print)
+    assert not folder.exists()
