@@ -57,7 +57,8 @@ class SyncConfig(Section):
         1,
     )
     aggregate: Literal["mean", "clip"] = agreed(
-        "How contributions become one. mean: the weighted mean of SPES. clip, for runs with peers that nobody knows: "
+        "How contributions become one. mean: weighted by the tokens that each peer trained (SPES's released server "
+        "gives all peers the same weight). clip, for runs with peers that nobody knows: "
         "what points another way than most stays out, changes are clipped around their median, and nobody weighs more "
         "than twice the median peer; it needs three contributors, else it is the mean.",
         "mean",
