@@ -37,6 +37,9 @@ pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"
 
 torch="$(grep '^torch==' scripts/constraints.txt)"
 say "installing $torch"
+if [ ! -e /dev/nvidia0 ] && [ -z "${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-}" ]; then
+    say "without an NVIDIA GPU? the build for CPUs is gigabytes smaller: docs/questions.md#i-have-no-gpu-can-i-help"
+fi
 pip install "$torch"
 say "installing spes-p2p${extras:+[$extras]} (a few minutes the first time)"
 pip install --constraint scripts/constraints.txt --editable ".${extras:+[$extras]}"

@@ -51,7 +51,7 @@ def quickstart(
     finally:
         display.close()
     _show(result)
-    typer.echo(f"\nEverything is in {folder}. It took {result.seconds:.0f} s.")
+    typer.echo(f"\nAll files are in the folder {folder}/; delete it when you like. It took {result.seconds:.0f} s.")
     for problem in result.problems:
         typer.echo(f"problem: {problem}", err=True)
     if result.problems:
