@@ -21,7 +21,7 @@ from tests.swarm.micro import LOCAL, MICRO, config_of, nothing_left, peer_id_of,
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 HONEST, LIAR = ("p0", "p1", "p2", "p3"), "liar"
-ROUNDS = 8
+ROUNDS = 6
 CLIP = ("sync.aggregate=clip", "swarm.faults=byzantine", f"swarm.min_peers={len(HONEST) + 1}", "sync.merge_alpha=0")
 ALONE = (*CLIP, "swarm.target_replicas=1", "swarm.experts_per_peer=2")
 TOGETHER = (*CLIP, "swarm.target_replicas=5", "swarm.experts_per_peer=8")
