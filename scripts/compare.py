@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import lru_cache
 from pathlib import Path
 
 from spes_p2p.data.corpus import build_stdlib_corpus
@@ -47,6 +48,11 @@ OVERRIDE = re.compile(r"[a-z_0-9]+\.[a-z_0-9]+=.*", re.DOTALL)
 def say(text: str) -> None:
     """At once, also into a file."""
     print(text, flush=True)
+
+
+@lru_cache
+def say_once(text: str) -> None:
+    say(text)
 
 
 class Children:
@@ -266,7 +272,7 @@ def write(arguments: argparse.Namespace, comparison: Comparison, results: Result
     try:
         images = plot(found, comparison.arms, title, output.parent, output.stem, arguments.plots)
     except ImportError:
-        print("no plots: matplotlib is not installed (scripts/venv.sh plot)", file=sys.stderr)
+        say_once("no plots: matplotlib is not installed (scripts/venv.sh plot)")
     output.write_text(with_what_is_kept(page(comparison, found, images, command(arguments)), before))
 
 
