@@ -420,6 +420,24 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
 
 
+def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round that ran was planned before it handed in."""
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    answers = iter((False, True, True))
+    monkeypatch.setattr(Departure, "_nobody_counts_on_us", lambda self, newest: next(answers))
+
+    def leave_out_the_first(work: Work) -> None:
+        story.counts(work)
+        story.commit(counted=len(story.ready) > 1)
+
+    story.on_ready = leave_out_the_first
+    story.at_step[2] = story.gate.stop
+    story.play()
+    assert [work.steps for work in story.ready] == [2, 2]
+    assert (story.saved[-1][0].round, story.saved[-1][2]) == (2, Uncounted())
+    assert story.said == []
+
+
 def test_a_leaver_that_another_history_does_not_name_just_goes(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Departure, "_nobody_counts_on_us", lambda self, newest: True)
     story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
