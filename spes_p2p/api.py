@@ -140,7 +140,8 @@ class Peer:
             last_words = run_peer(self._options, bus, say, lambda running: None)
         finally:
             bus.close()
-        say(last_words)
+        if last_words:
+            say(last_words)
 
     def load(self) -> nn.Module:
         """A model of one's own with the committed values of this peer's newest checkpoint. Raises CheckpointError."""

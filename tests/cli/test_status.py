@@ -11,6 +11,7 @@ import pytest
 from spes_p2p.cli.status import CLEAR_SCREEN, _show_again, text_of
 from spes_p2p.data.held import Coverage
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.report import ColumnLine, MixedDataset, PeerLine, RunReport
 
@@ -55,6 +56,13 @@ REPORT = RunReport(
 
 def lines(report: RunReport) -> list[str]:
     return [" ".join(line.split()) for line in text_of(report, NOW).splitlines()]
+
+
+def test_a_member_that_pauses_is_shown_as_paused_while_it_is_there() -> None:
+    resting = Vitals(phase="paused")
+    peers = [replace(peer(ANNA, state), vitals=resting) for state in ("member", "silent")]
+    found = [line.split()[1] for line in lines(replace(REPORT, peers=tuple(peers))) if line.startswith("Nanna1 ")]
+    assert found == ["paused", "silent"]
 
 
 def test_everything_about_a_run_fits_in_100_columns() -> None:
