@@ -120,15 +120,19 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("turns")
-def test_no_schedule_breaks_a_rule_where_columns_take_turns() -> None:
-    summary = explore(range(50))
+@pytest.mark.parametrize("schedules", [25, pytest.param(50, marks=pytest.mark.thorough)])
+def test_no_schedule_breaks_a_rule_where_columns_take_turns(schedules: int) -> None:
+    summary = explore(range(schedules))
     assert not summary.findings, report(summary)
 
 
-def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedules", [25, pytest.param(50, marks=pytest.mark.thorough)])
+def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(
+    schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With three parts of two shared tiles: one of the syncs has none."""
     monkeypatch.setattr(sim, "run_rules", partial(run_rules, expert_rounds=3, fragments=3))
-    summary = explore(range(50))
+    summary = explore(range(schedules))
     assert not summary.findings, report(summary)
 
 
