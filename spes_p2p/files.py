@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,3 +194,12 @@ def recover_folders(parent: Path) -> None:
             os.rename(aside, target)
     for aside in sorted(parent.glob(f"{_DROPPED}*")):
         shutil.rmtree(aside)
+
+
+NODE_FOLDER, PEER_FOLDER = "bootstrap-node", "peer"
+"""Where a bootstrap node and a peer are kept, where nothing else was said."""
+
+
+def in_folder(command: str, folder: Path, usual: str, flag: str = "--folder") -> str:
+    """A command of this program to type, with its folder where that is not the one it takes by itself."""
+    return command if folder == Path(usual) else f"{command} {flag} {shlex.quote(str(folder))}"

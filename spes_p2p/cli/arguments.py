@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spes_p2p.ids import PeerId
+
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
 
 MADDR = "MADDR"
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
 
 
 LIMITS = "Limits"
@@ -28,7 +32,9 @@ def optional(text: str, metavar: str, *names: str, panel: str | None = None) -> 
 
 Invitation = Annotated[
     str | None,
-    typer.Argument(metavar="INVITE", help="The invitation from the organiser (spes1...).", show_default=False),
+    typer.Argument(
+        metavar="INVITE", help="The invitation from the organiser (spes1...), or a file with it.", show_default=False
+    ),
 ]
 OptionalPeers = Annotated[
     list[str] | None,
@@ -129,3 +135,16 @@ def met(
     if not found.addresses:
         raise ConfigError("no invitation was given", fix="give the invitation that the organiser printed: spes1...")
     return found
+
+
+def checked_peers(texts: Sequence[str]) -> tuple[PeerId, ...]:
+    """Ids that somebody typed. Raises ConfigError where one is not the whole id of a peer."""
+    from spes_p2p.errors import ConfigError
+
+    for text in texts:
+        if not _PEER_ID.fullmatch(text):
+            raise ConfigError(
+                f"{text[:80]!r} is not the id of a peer",
+                fix="give whole ids (Qm...), as `spes-p2p status --ids` prints them",
+            )
+    return tuple(map(PeerId, texts))

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, Port, RunId
+from spes_p2p.files import PEER_FOLDER, in_folder
 from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.checks import Check
 
+PEER = Path(PEER_FOLDER)
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failure": typer.colors.RED}
 
 
@@ -24,7 +26,15 @@ def doctor(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that a peer would write to.")] = Path("peer"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder that a peer would write to (default: peer); its key is made there, and its id shown.",
+            show_default=False,
+        ),
+    ] = None,
     device: DeviceOption = Device.AUTO,
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
@@ -43,19 +53,19 @@ def doctor(
 
     found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
     network = NetworkOptions(found.addresses, listening(host_maddrs, port))
-    options = PeerOptions(network, output, max_experts=max_experts, device=device)
+    options = PeerOptions(network, output or PEER, max_experts=max_experts, device=device)
 
     def tell(check: Check) -> None:
         if not as_json:
             typer.echo(line_of(check, sys.stdout.isatty()))
 
-    checks = run_checks(options, found, choose_device(device), tell)
+    checks = run_checks(options, found, choose_device(device), tell, makes_key=output is not None)
     failed = sum(check.level == "failure" for check in checks)
     if as_json:
         listed = [dataclasses.asdict(check) for check in checks]
         typer.echo(json.dumps({"ok": not failed, "checks": listed}, indent=2))
     else:
-        typer.echo(verdict(checks, invitation))
+        typer.echo(verdict(checks, invitation, output or PEER))
     if failed:
         raise typer.Exit(1)
 
@@ -68,7 +78,7 @@ def line_of(check: Check, colours: bool = False) -> str:
     return f"{shown} {check.name:<8}{check.text}{fix}"
 
 
-def verdict(checks: list[Check], invitation: str | None = None) -> str:
+def verdict(checks: list[Check], invitation: str | None = None, output: Path = PEER) -> str:
     """The doctor's closing line: whether this machine can train, and which checks failed."""
     failed = [check.name for check in checks if check.level == "failure"]
     warned = sum(check.level == "warning" for check in checks)
@@ -76,5 +86,6 @@ def verdict(checks: list[Check], invitation: str | None = None) -> str:
         return f"\nthis machine cannot train in the run yet: {', '.join(failed)}"
     hints = f", with {warned} {'warning' if warned == 1 else 'warnings'}" if warned else ""
     if any(check.name == "fit" for check in checks):
-        return f"\nthis machine can train in the run{hints}: {to_type('spes-p2p join ')}{invitation or 'spes1...'}"
+        command = in_folder(f"spes-p2p join {invitation or 'spes1...'}", output, PEER_FOLDER, "--output")
+        return f"\nthis machine can train in the run{hints}: {to_type(command)}"
     return f"\nnothing was found that keeps this machine from training{hints}"

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers
+from spes_p2p.cli.showing import told
 
 
 def invite(
@@ -32,6 +33,7 @@ def invite(
 
     Example: spes-p2p invite --folder bootstrap-node
     """
+    named = () if peer is None else checked_peers([peer])
     if not initial_peers and invitation is None:
         from spes_p2p.peer.kept_invite import kept_invite
 
@@ -41,9 +43,14 @@ def invite(
         from spes_p2p.peer.inviting import fresh_invite
 
         word = fresh_invite(met(invitation, initial_peers, run_id, fingerprint))
-    if peer is not None:
-        from spes_p2p.peer.inviting import invite_for
-        from spes_p2p.peer.organising import checked_peers
+    if named:
+        from spes_p2p.peer.folder import kept_run
+        from spes_p2p.peer.inviting import invite_for, vouching_note
+        from spes_p2p.swarm.invite import decode
 
-        word = invite_for(word, folder / "identity.key", *checked_peers([peer]))
+        run = decode(word)
+        word = invite_for(word, folder / "identity.key", *named)
+        told(f"run {run.run_id} (folder {folder}): an invitation for {named[0]} alone")
+        if note := vouching_note(kept_run(folder, run.fingerprint.hex())):
+            told(note)
     typer.echo(word)

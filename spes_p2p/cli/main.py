@@ -50,16 +50,17 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
-        "For organisers: starts a run, shows its history, chooses one if it has two, or ends the run.\n\n"
+        "For organisers: prepares a run (init), shows its history, says who may vote (vouch) and who may not take part "
+        "(ban), lets the learning rate fall (decay), chooses one of two histories, or ends a run.\n\n"
         "Example: spes-p2p run inspect spes1...",
         {
             "init": "spes_p2p.cli.run:init",
             "inspect": "spes_p2p.cli.run:inspect",
-            "choose": "spes_p2p.cli.run:choose",
-            "decay": "spes_p2p.cli.run:decay",
-            "vouch": "spes_p2p.cli.run:vouch",
-            "ban": "spes_p2p.cli.run:ban",
-            "stop": "spes_p2p.cli.run:stop",
+            "choose": "spes_p2p.cli.orders:choose",
+            "decay": "spes_p2p.cli.orders:decay",
+            "vouch": "spes_p2p.cli.orders:vouch",
+            "ban": "spes_p2p.cli.orders:ban",
+            "stop": "spes_p2p.cli.orders:stop",
         },
     ),
 }

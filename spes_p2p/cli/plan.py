@@ -118,6 +118,10 @@ def _show_tuning(tuning: Tuning) -> None:
     for step in tuning.steps:
         table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", step.reason)
     console.print(table)
+    if not tuning.steps:
+        why = "training hardly waits for syncs" if tuning.is_enough else "no setting makes the waiting shorter"
+        console.print(f"nothing to change: {why}\n")
+        return
     typer.echo(f"{shlex.join(tuning.overrides)}\n")
     console.print("Put them into the config, or behind `spes-p2p run init` (--tune does it). With them:\n")
 
@@ -215,8 +219,8 @@ def _fit_table(found: Answer) -> Table:
     assert found.search is not None
     wanted = found.question.owned
     title = (
-        f"what fits into {gib_text(found.question.memory_bytes or 0)}, with a margin: most columns, and the largest\n"
-        f"micro-batch with {wanted} columns; each option added to those before"
+        f"what fits into {gib_text(found.question.memory_bytes or 0)}, less a margin: a row adds an option to those "
+        f"above\ncolumns: the most that fit; micro-batch: the largest that fits with {wanted} of them"
     )
     table = _table(title, "option", "needs", "columns", "micro-batch")
     for rung in found.search.rungs:
@@ -236,9 +240,9 @@ def _sync_table(found: Answer) -> Table:
     owners = "1 owner" if spread.replicas == 1 else f"{spread.replicas:.3g} owners"
     title = f"one sync, per peer: {question.peers} peers, every {steps} steps, {owners} per column"
     table = _table(title, "codec", "up", "down", "time", "share of time", "per day, up + down")
-    for cost in found.costs:
+    for place, cost in enumerate(found.costs):
         table.add_row(
-            cost.codec,
+            cost.codec if place else f"{cost.codec} (chosen)",
             bytes_text(cost.bytes_up),
             bytes_text(cost.bytes_down),
             "-" if cost.seconds is None else seconds_text(cost.seconds),

@@ -6,20 +6,20 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
+from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import short
 from spes_p2p.observe.metrics import count_text, span_text
+from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.organising import HistoryLine
-
-NodeFolder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of the bootstrap node.")]
 
 
 def init(
@@ -36,7 +36,8 @@ def init(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder of token shards (empty: peers bring their own).", show_default=False)
+        str | None,
+        typer.Option(help="Folder of token shards (empty: each peer brings data of its own).", show_default=False),
     ] = None,
     data_url: Annotated[
         list[str] | None,
@@ -45,7 +46,10 @@ def init(
             show_default=False,
         ),
     ] = None,
-    peers: Annotated[int | None, typer.Option(help="Peers needed to start the run.", min=1, show_default=False)] = None,
+    peers: Annotated[
+        int | None,
+        typer.Option(help="Peers that must have come before the run begins, with your own.", min=1, show_default=False),
+    ] = None,
     experts_per_peer: Annotated[
         int | None, typer.Option(help="Expert columns that each peer trains.", min=0, show_default=False)
     ] = None,
@@ -96,31 +100,36 @@ def init(
     Example: spes-p2p run init --name mine --template small --data shards --peers 4 --experts-per-peer 2
     """
     from spes_p2p.config.load import bundled_config, load_config
-    from spes_p2p.peer.run_file import NewRun, start_run
+    from spes_p2p.peer.run_file import NewRun, check_is_new, start_run
     from spes_p2p.planning.gpus import gpu_named, usual_speed
     from spes_p2p.planning.units import parse_bytes, parse_rate
 
     chosen = _answer(template, "template (tiny, small, home, spes-1b, spes-2b, spes-7b, spes-9b)", "small")
     known = load_config(bundled_config(chosen))
     memory = speed = None
+    called = _answer(name, "name of the run", known.run.run_id)
+    check_is_new(Path(f"{called}.yaml"))
     if gpu is not None:
         memory = gpu_named(gpu).memory_bytes
         speed = usual_speed(gpu_named(gpu), known, known.swarm.experts_per_peer)
     run = NewRun(
-        name=_answer(name, "name of the run", known.run.run_id),
+        name=called,
         template=chosen,
         data="" if data is None and data_url else _answer(
-            data, "folder of token shards (empty: peers bring their own)", ""
+            data, "folder of token shards, as tokenize makes it (empty: each peer brings data of its own)", ""
         ),
-        peers=_answer(peers, "peers needed to start the run", known.swarm.min_peers, int),
-        experts_per_peer=_answer(
+        peers=_number(
+            peers, "peers that must have come before the run begins, with your own", known.swarm.min_peers, 1
+        ),
+        experts_per_peer=_number(
             experts_per_peer, f"expert columns that each peer trains (of {known.model.num_experts})",
-            known.swarm.experts_per_peer, int,
+            known.swarm.experts_per_peer, 1,
         ),
         steps_per_round=steps_per_round,
-        guest_rank=_answer(
+        guest_rank=_number(
             0 if guest_rank is None and strangers else guest_rank,
-            "rank of each peer's change to others' experts (16 is good; 0: none, as in SPES)", 0, int,
+            "guests: each peer also trains a small change of experts it does not own; its rank (16 for better quality, "
+            "0 for none and less memory)", 0, 0,
         ),
         gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else memory,
         up=parse_rate(uplink, "--uplink") if uplink else None,
@@ -138,15 +147,31 @@ def init(
     for words in made.words:
         typer.echo(words)
     where = f" --data {run.data}" if run.data else ""
-    typer.echo(f"\nnext, on a host that others can reach:\n  spes-p2p bootstrap --config {made.path}{where} "
-               f"--output {output} --port 31337")  # fmt: skip
+    command = in_folder(f"spes-p2p bootstrap --config {made.path}{where} --port 31337", output, NODE_FOLDER, "--output")
+    typer.echo(f"\nnext, on a host that others can reach:\n  {to_type(command)}")
 
 
-def _answer(given: Any, question: str, default: Any, kind: Callable[[str], Any] = str) -> Any:
+def _answer(given: str | None, question: str, default: str) -> str:
     """What the flag said, else what somebody types, else the default."""
     if given is not None:
         return given
-    return typer.prompt(question, default=default, type=kind) if sys.stdin.isatty() else default
+    return str(typer.prompt(question, default=default)) if is_asked() else default
+
+
+def is_asked() -> bool:
+    """Whether somebody is there who can answer."""
+    return sys.stdin.isatty()
+
+
+def _number(given: int | None, question: str, default: int, least: int) -> int:
+    """The same of a number."""
+    while given is None:
+        text = _answer(None, question, str(default)).strip()
+        if text.isdecimal() and int(text) >= least:
+            given = int(text)
+        else:
+            typer.echo(f"Please type a whole number, {least} or more.")
+    return given
 
 
 def inspect(
@@ -218,13 +243,16 @@ def _proof_text(path: Path, fingerprint: str | None) -> str:
 
 def history_text(lines: Sequence[HistoryLine]) -> str:
     """A table of at most 100 columns, but for lists of names."""
-    text = [f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'total':>8} {'peers':>5}  {'state':<10} when"]
+    is_timed = any(line.received_at for line in lines)  # what was fetched just now says nothing of it
+    heading = f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'total':>8} {'peers':>5}  {'state':<10}"
+    text = [f"{heading} when" if is_timed else heading.rstrip()]
     for line in lines:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.received_at)) if line.received_at else "-"
-        text.append(
+        row = (
             f"{line.round:>6} {line.kind:<10} {line.step:>8,} {count_text(line.round_tokens):>8} "
-            f"{count_text(line.tokens):>8} {line.members:>5}  {line.state_root[:10]} {when}"
+            f"{count_text(line.tokens):>8} {line.members:>5}  {line.state_root[:10]}"
         )
+        text.append(f"{row} {when}" if is_timed else row)
         text += _changes(line)
     return "\n".join(text)
 
@@ -244,160 +272,6 @@ def _changes(line: HistoryLine) -> list[str]:
         found.append(f"banned: {', '.join(map(short, line.banned))}")
     if line.decay_steps:
         found.append(f"the learning rate falls over {line.decay_steps:,} steps from here on")
+    if line.ends:
+        found.append("the organiser ended the run with this round")
     return [f"{'':>7}{'; '.join(found)}"] if found else []
-
-
-def stop(
-    invitation: Invitation = None,
-    initial_peers: OptionalPeers = None,
-    run_id: RunId = None,
-    fingerprint: Fingerprint = None,
-    folder: NodeFolder = Path("bootstrap-node"),
-    after_round: Annotated[
-        int | None, typer.Option(help="Last round of the run (default: the current one).", min=1)
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Ends a run with the organiser's key: peers commit the last round, save and exit. This cannot be undone.
-
-    Example: spes-p2p run stop --folder bootstrap-node
-    """
-    from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.organising import stop_run
-
-    given = invitation if invitation or initial_peers else kept_invite(folder)
-    meeting = met(given, initial_peers, run_id, fingerprint)
-    if not yes:
-        typer.confirm(f"end {meeting.run_id or 'the run'} for everybody? This cannot be undone", abort=True)
-    last = stop_run(folder / "identity.key", meeting, after_round, typer.echo)
-    typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")
-
-
-def decay(
-    steps: Annotated[
-        int, typer.Option(help="Inner steps over which the learning rate falls to its lowest.", min=1, max=10**9)
-    ],
-    invitation: Invitation = None,
-    initial_peers: OptionalPeers = None,
-    run_id: RunId = None,
-    fingerprint: Fingerprint = None,
-    folder: NodeFolder = Path("bootstrap-node"),
-) -> None:
-    """Lets the learning rate fall from the next round on, with the organiser's key. This cannot be undone.
-
-    Example: spes-p2p run decay --steps 2000 --folder bootstrap-node
-    """
-    from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.organising import decay_run
-
-    given = invitation if invitation or initial_peers else kept_invite(folder)
-    counts = decay_run(folder / "identity.key", met(given, initial_peers, run_id, fingerprint), steps)
-    typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then `spes-p2p run stop`")
-
-
-Peers = Annotated[list[str], typer.Argument(metavar="PEER", help="Ids of peers, as status --json prints them.")]
-Undo = Annotated[bool, typer.Option("--undo", help="Takes back what was said of these peers.")]
-
-
-def vouch(
-    peers: Peers,
-    undo: Undo = False,
-    folder: NodeFolder = Path("bootstrap-node"),
-) -> None:
-    """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
-
-    In any run it lifts what electors have decided: peers that they banned may come back. Where you had vouched for one
-    before, take that back first (--undo), and let a round pass. With the folder of a peer that votes, it is one
-    elector's word: two thirds of them let a peer vote, too.
-
-    Example: spes-p2p run vouch 12D3KooWAbc... --folder bootstrap-node
-    """
-    from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.organising import checked_peers
-    from spes_p2p.peer.vouching import change_vouches
-    from spes_p2p.swarm.hivemind_backend.identity import signer_of
-    from spes_p2p.swarm.invite import decode
-
-    organiser = decode(kept_invite(folder)).organiser
-    if signer_of(folder / "identity.key").peer_id != organiser:
-        said = change_vouches(folder, checked_peers(peers), undo)
-        typer.echo(f"this peer vouches for: {', '.join(said) or 'nobody'}")
-        typer.echo("it says so while it runs; for whom two thirds of the electors vouch votes from the next round on")
-        return
-    _change_roll(peers, folder, "forgotten" if undo else "vouched")
-
-
-def ban(
-    peers: Peers,
-    undo: Undo = False,
-    folder: NodeFolder = Path("bootstrap-node"),
-) -> None:
-    """Excludes peers from a run from the next round on, with the organiser's key.
-
-    Example: spes-p2p run ban 12D3KooWAbc... --folder bootstrap-node
-    """
-    _change_roll(peers, folder, "forgotten" if undo else "banned")
-
-
-def _change_roll(peers: list[str], folder: Path, kind: str) -> None:
-    from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.organising import change_roll, checked_peers
-
-    meeting = met(kept_invite(folder), None, None, None)
-    roll, before = change_roll(folder / "identity.key", meeting, **{kind: checked_peers(peers)})
-    for words, named in (("vouched for", roll.vouched), ("banned", roll.banned)):
-        typer.echo(f"{words}: {', '.join(named) or 'nobody'}")
-    typer.echo("the next round takes it up")
-    known = sorted({*peers}.intersection(before.vouched if before is not None and kind == "vouched" else ()))
-    if known:
-        typer.echo(
-            f"you vouched for {', '.join(known)} before: if electors have banned it since, that goes on;"
-            " to lift it, call this with --undo, let a round pass, and vouch again"
-        )
-
-
-def choose(
-    child: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CHILD",
-            help="First digits of the history to continue, as peers print them (default: list the histories).",
-            show_default=False,
-        ),
-    ] = None,
-    invitation: Invitation = None,
-    initial_peers: OptionalPeers = None,
-    run_id: RunId = None,
-    fingerprint: Fingerprint = None,
-    folder: NodeFolder = Path("bootstrap-node"),
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Chooses, with the organiser's key, which of two histories a run continues; peers on the other switch to it.
-
-    Example: spes-p2p run choose 4f0c2a91d3 --folder bootstrap-node
-    """
-    from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
-    from spes_p2p.swarm.invite import looks_like_invite
-    from spes_p2p.sync.histories import checked_prefix, choose_child
-
-    if child is not None and looks_like_invite(child):
-        child, invitation = None, child
-    digits = None if child is None else checked_prefix(child, "CHILD")
-    given = invitation if invitation or initial_peers else kept_invite(folder)
-    meeting = met(given, initial_peers, run_id, fingerprint)
-    parted = look_at_histories(meeting)
-    for line in (line for fork in parted.forks for line in fork.texts(time.time())):
-        typer.echo(line)
-    if digits is None:
-        if not parted.forks:
-            typer.echo("the run has only one history: there is nothing to choose")
-        return
-    fork, side = choose_child(parted.forks, digits)
-    check_key(folder / "identity.key", parted.info)
-    for line in fork.lost_texts(side.child):
-        typer.echo(f"lost: {line}")
-    if not yes:
-        typer.confirm(f"continue with {side.name} for everybody?", abort=True)
-    choose_history(folder / "identity.key", meeting, parted, fork, side)
-    typer.echo(f"the run goes on with {side.name}: peers on other histories switch to it as soon as they hear of it")

@@ -7,7 +7,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ import typer
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 from spes_p2p.ids import short
 from spes_p2p.observe.metrics import count_text, seconds_text, span_text
+from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
@@ -33,6 +35,7 @@ def status(
     fingerprint: Fingerprint = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every few seconds, until Ctrl-C.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Also list the whole ids of the peers.")] = False,
 ) -> None:
     """Shows a run: round, peers, columns with their owners, age of the newest certificate. Any live node will do.
 
@@ -48,13 +51,15 @@ def status(
     # while the network opens, which mostly waits
     threading.Thread(target=importlib.import_module, args=("spes_p2p.sync.report",), daemon=True).start()
     try:
-        visit(run, lambda network: _read_and_show(network, run, as_json, watch))
+        visit(run, lambda network: _read_and_show(network, run, partial(text_of, ids=ids), as_json, watch))
     except Stopped:
         if not watch:
             raise
 
 
-async def _read_and_show(network: HivemindNetwork, run: JoinTarget, as_json: bool, watch: bool) -> None:
+async def _read_and_show(
+    network: HivemindNetwork, run: JoinTarget, text: Callable[[RunReport, float], str], as_json: bool, watch: bool
+) -> None:
     import asyncio
 
     from spes_p2p.errors import NetworkError
@@ -63,7 +68,8 @@ async def _read_and_show(network: HivemindNetwork, run: JoinTarget, as_json: boo
     while True:
         try:
             report = await read_report(network, run.run_id, time.time(), run.fingerprint, run.addresses)
-            (_show_again if watch else _show)(report, as_json)
+            shown = "" if as_json else text(report, time.time())
+            (_show_again if watch else _show)(report, shown)
         except NetworkError as error:
             if not watch:
                 raise
@@ -73,24 +79,29 @@ async def _read_and_show(network: HivemindNetwork, run: JoinTarget, as_json: boo
         await asyncio.sleep(WATCH_SECONDS)
 
 
-def _show(report: RunReport, as_json: bool) -> None:
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else text_of(report, time.time()))
+def _show(report: RunReport, text: str) -> None:
+    """Without a text, as JSON."""
+    typer.echo(text or json.dumps(report.to_json(), indent=2))
 
 
-def _show_again(report: RunReport, as_json: bool) -> None:
+def _show_again(report: RunReport, text: str) -> None:
     """JSON: a line each time. On a terminal the new table takes the place of the old one."""
-    if as_json:
+    if not text:
         typer.echo(json.dumps(report.to_json()))
     elif sys.stdout.isatty():
         ending = f"{time.strftime('%H:%M:%S')}, refreshed every {WATCH_SECONDS:g} s; Ctrl-C to stop"
-        typer.echo(f"{CLEAR_SCREEN}{text_of(report, time.time())}\n\n{ending}")
+        typer.echo(f"{CLEAR_SCREEN}{text}\n\n{ending}")
     else:
-        typer.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text_of(report, time.time())}\n")
+        typer.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n")
 
 
-def text_of(report: RunReport, now: float) -> str:
-    """The report for people, at most 100 columns wide where no list is longer. `now`: Unix seconds."""
-    lines = [f"run {report.run_id}, fingerprint {report.fingerprint[:16]}"]
+def text_of(report: RunReport, now: float, ids: bool = False) -> str:
+    """The report for people, at most 100 columns wide where no list is longer. `now`: Unix seconds.
+
+    `ids`: with the whole ids of all peers.
+    """
+    lines = _ending(report)
+    lines += [f"run {report.run_id}, fingerprint {report.fingerprint[:16]}"]
     if report.certificate:
         tokens = f"{count_text(report.tokens)} tokens"
         lines.append(f"round {report.round}, step {report.step:,}, {tokens}, model {report.model_hash[:10]}")
@@ -98,6 +109,8 @@ def text_of(report: RunReport, now: float) -> str:
     for fork in report.forks:
         lines += ["", *fork.texts(now)]
     lines += ["", *_peers(report.peers, now)]
+    if ids:
+        lines += ["", *(f"{short(one.peer)} is {one.peer}" for one in report.peers)]
     if report.columns:
         lines += ["", *_columns(report)]
     if report.probation:
@@ -112,9 +125,19 @@ def text_of(report: RunReport, now: float) -> str:
         total = max(1, sum(one.sequences for one in report.mix))
         shares = [f"{one.name} {one.sequences / total:.1%} (dataset {one.hash[:10]})" for one in report.mix]
         lines += ["", f"handed out so far: {', '.join(shares)}"]
-    if report.invitation:
+    if report.invitation and not report.is_over:
         lines += ["", f"others join with: spes-p2p join {report.invitation}"]
     return "\n".join(lines)
+
+
+def _ending(report: RunReport) -> list[str]:
+    """What the organiser has said of the end, in the first line; none where nothing."""
+    if report.last_round is None:
+        return []
+    if not report.is_over:
+        return [f"the organiser ends the run with round {report.last_round}"]
+    command = to_type(f"spes-p2p export {report.invitation or 'spes1...'} --output MODEL")
+    return [f"the run is over: its organiser ended it with round {report.round}; get its model with: {command}"]
 
 
 def _data_line(report: RunReport) -> str | None:
@@ -122,7 +145,7 @@ def _data_line(report: RunReport) -> str | None:
     if (data := report.data) is None:
         return None
     text = f"{data.copies or 'no'} {'copies' if data.copies > 1 else 'copy'} of the least copied piece"
-    if data.needed:
+    if data.needed and not report.is_over:
         organisers = {peer.peer for peer in report.peers if peer.state == "bootstrap"}
         names = [f"the bootstrap node {short(one)}" if one in organisers else short(one) for one in data.needed[:3]]
         more = f" or {len(data.needed) - 3} more" if len(data.needed) > 3 else ""
@@ -130,7 +153,7 @@ def _data_line(report: RunReport) -> str | None:
         text += f", after {data.safe_part:.0%} of an epoch" if data.safe_part >= 0.01 else ""
     if data.web:
         return f"{text}; all of the data is on the web, too"
-    return text if data.copies else f"{text}: training will wait until somebody provides it"
+    return text if data.copies or report.is_over else f"{text}: training will wait until somebody provides it"
 
 
 def _certificate(report: RunReport) -> str:
@@ -147,7 +170,8 @@ def _certificate(report: RunReport) -> str:
         by = "signed by the organiser"
     age = "" if report.head_age_seconds is None else f", {seconds_text(report.head_age_seconds)} old"
     checked = "" if report.certificate == GENESIS else ", checked" if report.checked else ", NOT CHECKED"
-    return f"newest certificate: {by}{checked}{age}; {_count(report.electors, 'elector')} for the next round"
+    votes = "" if report.is_over else f"; {_count(report.electors, 'elector')} for the next round"
+    return f"newest certificate: {by}{checked}{age}{votes}"
 
 
 def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:

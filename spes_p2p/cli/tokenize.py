@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spes_p2p.cli.showing import shown_bytes
+from spes_p2p.cli.showing import shown_bytes, told
 
 
 def tokenize(
@@ -46,6 +46,7 @@ def tokenize(
 
     Example: spes-p2p tokenize "corpus/**/*.jsonl.zst" --tokenizer Qwen/Qwen3-0.6B --output shards
     """
+    from spes_p2p.data.readers import other_files
     from spes_p2p.data.tokenize import TokenizeOptions
     from spes_p2p.data.tokenize import tokenize as run
 
@@ -56,10 +57,13 @@ def tokenize(
     with shown_bytes() as report:
         result = run(inputs, output, TokenizeOptions(**options), lambda done, total: report("tokenize", done, total))
     manifest = result.manifest
+    if others := other_files(inputs):
+        more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+        told(f"left out: {others[0]}{more}, of no known kind (rename plain text to .txt)")
     for example in result.examples:
         typer.echo(f"bad line {example}", err=True)
     if manifest.bad_lines:
-        typer.echo(f"{manifest.bad_lines:,} bad lines were left out (--strict makes them an error)", err=True)
+        typer.echo(f"{_lines(manifest.bad_lines)} left out (--strict makes that an error)", err=True)
     if result.files_skipped:
         typer.echo(f"{result.files_skipped} of {len(manifest.inputs)} input files had been finished before")
     documents, shards = manifest.documents, len(manifest.shards)
@@ -67,3 +71,7 @@ def tokenize(
         f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}) of {documents:,} document{'s' * (documents != 1)} in "
         f"{shards} shard{'s' * (shards != 1)}; vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"
     )
+
+
+def _lines(count: int) -> str:
+    return "1 bad line was" if count == 1 else f"{count:,} bad lines were"

@@ -115,6 +115,7 @@ class Follower:
             "members": sorted(one.peer for one in manifest.members),
             "orphans": list(orphans(manifest.ownership)),
             "probation": [peer for peer, _ in on_probation(manifest)],
+            "decay": 0 if manifest.decay is None else manifest.decay.steps,
         }
         history.put("chain", now)
         if commit.certificate.kind == DEGRADED:
@@ -132,6 +133,9 @@ class Follower:
             history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on{where}")
         for peer, text in audit_news(before.get("probation", ()), manifest):
             history.add_event(at, "audit", peer, f"{short(peer)} {text} in round {manifest.round}")
+        if now["decay"] and not before.get("decay"):
+            text = f"the learning rate falls over {now['decay']:,} steps from round {manifest.round} on"
+            history.add_event(at, "decay", "", text)
         if now["orphans"] != before["orphans"]:
             without = f"expert columns without an owner: {span_text(now['orphans'])}"
             history.add_event(at, "experts", "", without if now["orphans"] else "every expert column has an owner")
@@ -141,6 +145,11 @@ class Follower:
         forks = [fork.texts(now) for fork in report.forks]
         if bool(forks) != bool(before.get("forks")):
             self._history.add_event(now, "fork", "", forks[0][0] if forks else "the run has only one history again")
+        if report.last_round is not None and not before.get("last_round"):
+            text = f"the organiser ends the run with round {report.last_round}"
+            self._history.add_event(now, "ending", "", text)
+        if report.is_over and not before.get("is_over"):
+            self._history.add_event(now, "end", "", f"the run is over: round {report.round} was its last")
         self._history.put(
             "head",
             {
@@ -150,6 +159,8 @@ class Follower:
                 "at": now - report.head_age_seconds if report.head_age_seconds is not None else None,
                 "stale": list(report.stale),
                 "data": None if report.data is None else dataclasses.asdict(report.data),
+                "last_round": report.last_round or before.get("last_round"),
+                "is_over": report.is_over or bool(before.get("is_over")),
                 "forks": forks, "probation": dict(report.probation),
                 "columns": [[list(one.owners), one.stale_rounds] for one in report.columns],
             },

@@ -22,6 +22,7 @@ from spes_p2p.data.hub_files import HubFile, find_hub_files, is_on_hub
 from spes_p2p.errors import DataError, NetworkError, SpesError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".txt")
+NO_FIELD = "no field"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 2**20
 """A plain text file is tokenized in pieces of whole lines of about this size."""
@@ -153,6 +154,11 @@ def find_inputs(patterns: Sequence[str]) -> list[Source]:
     found: set[Source] = set()
     for pattern in patterns:
         matches: Sequence[Source] = find_hub_files(pattern, SUFFIXES) if is_on_hub(pattern) else _matches(pattern)
+        if not matches and (others := other_files([pattern])):
+            raise DataError(
+                f"{others[0]} exists, but {others[0].suffix or 'a file without a suffix'} is not a known kind of file",
+                fix=f"rename it to .txt if it is plain text; known kinds of files are {', '.join(SUFFIXES)}",
+            )
         if not matches:
             kinds = ", ".join(SUFFIXES)
             raise DataError(f"no file matches {pattern!r}", fix=f"check the path; known kinds of files are {kinds}")
@@ -162,9 +168,21 @@ def find_inputs(patterns: Sequence[str]) -> list[Source]:
     for path in ordered:
         if not path.name.endswith(SUFFIXES):
             raise DataError(
-                f"{path} has none of the suffixes {', '.join(SUFFIXES)}", fix="convert it, or narrow the pattern"
+                f"{path} has none of the suffixes {', '.join(SUFFIXES)}",
+                fix="rename it to .txt if it is plain text, convert it, or narrow the pattern",
             )
     return ordered
+
+
+def other_files(patterns: Sequence[str]) -> list[Path]:
+    """Files in the folders among `patterns` that are left out, since they are of no known kind; hidden ones apart."""
+    folders = [Path(pattern) for pattern in patterns if not is_on_hub(pattern) and Path(pattern).is_dir()]
+    return sorted(
+        file
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.is_file() and not file.name.endswith(SUFFIXES) and not file.name.startswith(".")
+    )
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -181,7 +199,7 @@ def text_of(value: Any, text_field: str) -> str | Bad:
     if not isinstance(value, dict):
         return Bad(f"a {type(value).__name__} instead of a JSON object")
     if text_field not in value:
-        return Bad(f"no field {text_field!r}")
+        return Bad(f"{NO_FIELD} {text_field!r}")
     text = value[text_field]
     return text if isinstance(text, str) else Bad(f"{text_field!r} is not a text but {type(text).__name__}")
 

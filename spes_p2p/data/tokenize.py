@@ -20,7 +20,7 @@ from typing import NamedTuple
 from spes_p2p.data.encode import Encode, Encoded, encoder
 from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, Dataset, InputFile, Manifest
 from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
-from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs, size_of
+from spes_p2p.data.readers import NO_FIELD, Bad, CorpusFile, Piece, Record, find_inputs, size_of
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
 from spes_p2p.data.trees import FolderPieces
@@ -207,10 +207,13 @@ def _bad_line(example: str) -> DataError:
 def _refuse_if_no_text(unit: Unit, progress: UnitProgress) -> None:
     """A few bad lines are left out; where most are, the file is something else than it was taken for."""
     if 2 * progress.bad_lines > progress.lines > 0:
+        is_of_fields = NO_FIELD in progress.examples[0]
         raise DataError(
-            f"{unit.path} is not valid text: {progress.bad_lines:,} of its {progress.lines:,} lines are bad, "
+            f"{unit.path} is not valid text: {progress.bad_lines:,} bad of {progress.lines:,} in all, "
             f"such as {progress.examples[0]}",
-            fix="leave the file out, convert it to UTF-8, or name its text field with --text-field",
+            fix="name the field that holds the text with --text-field, or leave the file out"
+            if is_of_fields
+            else "leave the file out, or convert it to UTF-8",
         )
 
 

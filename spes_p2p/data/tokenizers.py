@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +34,7 @@ WELL_KNOWN_EOS = (
 )
 """Looked for in this order when nothing says which token ends a text."""
 
+HUB_SECONDS = 10.0
 _PUBLIC = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 Ids = NDArray[np.unsignedinteger]
@@ -150,14 +153,35 @@ def _configured_eos(path: Path) -> str | None:
 def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    away = "" if Path(name).is_dir() else why_no_hub()
     try:
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=bool(away))
     except (OSError, ValueError) as error:
+        if away:
+            raise DataError(
+                f"tokenizer {name!r} cannot be loaded: the Hugging Face hub does not answer ({away})",
+                fix="check the network, or give a tokenizer.json",
+            ) from error
         raise not_loaded(name, first_line(error)) from error
     rust = getattr(loaded, "backend_tokenizer", None)
     if rust is None:
         raise DataError(f"tokenizer {name!r} has no fast version", fix="give a tokenizer that has a tokenizer.json")
     return HuggingFaceTokenizer(name, rust, eos_token or loaded.eos_token)
+
+
+def why_no_hub() -> str:
+    """Why the Hugging Face hub cannot be asked; "" where it can. Its own library would try for a minute, and loudly."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=HUB_SECONDS):
+            return ""
+    except urllib.error.HTTPError:  # it answers
+        return ""
+    except OSError as error:
+        return first_line(error)
 
 
 def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | None) -> int:

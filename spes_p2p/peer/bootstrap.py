@@ -20,15 +20,15 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
-from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
-from spes_p2p.peer.folder import claim_folder, make_folder, open_archive
-from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
-from spes_p2p.peer.mirror import Mirror, kept_run
+from spes_p2p.peer.folder import claim_folder, kept_run, make_folder, open_archive
+from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
+from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
@@ -268,8 +268,8 @@ async def _organise(
         await watch.start()
         for line in introduction(config, info, chain.newest):
             say(line)
-        say(f"volunteers join with:\n  spes-p2p join {contacts.word}")
-        say(f"once peers have joined, get an invitation that lists them too: spes-p2p invite --folder {options.folder}")
+        for line in how_to_join(contacts.word, options.folder, network.transport.addresses):
+            say(line)
 
         def look() -> NodeState:
             return state_of_run(network.transport, chain, announcer, organiser, _held(data))
@@ -322,21 +322,13 @@ def _measuring(
 
 
 def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
-    """A callback that reports the orders signed with `spes-p2p run stop`, `run decay`, `run choose`, `run vouch`..."""
+    """A callback that reports the organiser's orders and obeys them."""
     before = Words()
 
     def told(words: Words) -> None:
         nonlocal before
-        if words.last_round is not None and words.last_round != before.last_round:
-            say(f"the organiser ends the run with round {words.last_round}: nobody can join it after that")
-        if words.decay is not None and words.decay != before.decay:
-            say(f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps")
-        if words.roll is not None and words.roll != before.roll:
-            roll = words.roll.value
-            say(f"the organiser vouches for {len(roll.vouched)} peers and has banned {len(roll.banned)}")
-        for parent, child in words.children.items():
-            if before.children.get(parent) != child:
-                say(f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}")
+        for line in order_lines(words, before, organiser.chain.newest):
+            say(line)
         organiser.obey(words)
         before = words
 

@@ -154,7 +154,7 @@ def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int =
     room = disk.free_bytes + disk.held_bytes
     text = f"{bytes_text(disk.free_bytes)} free at {disk.path}; the run takes up to {bytes_text(need.most)}"
     if data_bytes:
-        text += f", and at most {bytes_text(data_bytes)} for its data (--max-data-disk)"
+        text += f", and up to {bytes_text(data_bytes)} for its data (--max-data-disk)"
     if room < need.least:
         text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, but the run needs at least {bytes_text(need.least)}"
         return Check("disk", "failure", text, "free some space, or choose another disk with --output")

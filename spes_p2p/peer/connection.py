@@ -269,7 +269,8 @@ class Connection:
             self.gate.notice(Notice("decay", text))
         if words.last_round != self.last_round:
             self.last_round = words.last_round
-            text = f"the organiser has ended the run: this peer saves and exits after round {self.last_round}"
+            last = max(self.driver.core.tip.round, self.last_round or 0)  # rounds may be made until one hears of it
+            text = f"the organiser has ended the run: this peer saves and exits after round {last}"
             self.gate.notice(Notice("ending", text))
 
     def close(self) -> None:

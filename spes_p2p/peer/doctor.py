@@ -1,6 +1,6 @@
 """`run_checks`: runs all `checks` of this machine and of its connection to a run, before anything is downloaded.
 
-Takes no part in the run: it uses a throw-away identity and fetches nothing but the run's config.
+Takes no part in the run: it uses a throw-away identity and fetches nothing but the run's config and what its data is.
 """
 
 from __future__ import annotations
@@ -63,10 +63,21 @@ class _Found:
     peers: int = 1
     speed: tuple[float, float, PeerId] | None = None
     """Bytes a second up and down, and against whom."""
+    grid: PieceGrid | None = None
+    """Of the run's data; None where nobody said."""
+
+    @property
+    def data_bytes(self) -> int | None:
+        return None if self.grid is None else self.grid.tokens * self.grid.item_bytes
 
 
-def run_checks(options: PeerOptions, meeting: JoinTarget, device: torch.device, tell: Tell) -> list[Check]:
-    """All checks, each told as soon as it is known. Without an address, those of the machine alone."""
+def run_checks(
+    options: PeerOptions, meeting: JoinTarget, device: torch.device, tell: Tell, makes_key: bool = False
+) -> list[Check]:
+    """All checks, each told as soon as it is known. Without an address, those of the machine alone.
+
+    `makes_key`: the peer's key is made in its folder, and its id told, in every run.
+    """
     checks: list[Check] = []
 
     def note(check: Check) -> None:
@@ -76,24 +87,27 @@ def run_checks(options: PeerOptions, meeting: JoinTarget, device: torch.device, 
     for check in machine_checks(find_machine(), on_gpu=device.type == "cuda"):
         note(check)
     if not meeting.addresses:
+        if makes_key:
+            note(_id_check(options.folder, False))
         note(disk_check(None, 0, find_disk(options.folder)))
         note(Check("run", "warning", "not checked: no invitation was given", "run spes-p2p doctor spes1..."))
         return checks
     found = _ask_others(options, meeting, note)
     if found.config is not None:
-        for check in fit_checks(found.config, options, device):
+        for check in fit_checks(found.config, options, device, found.data_bytes):
             note(check)
-        if found.config.swarm.electors == "vouched":
-            note(_votes_check(options.folder))
         if found.speed is not None:
             up, down, peer = found.speed
             owned = wanted_columns(found.config, options)
             note(speed_check(up, down, short(peer), found.config, owned, found.peers + 1))
+    is_vouched = found.config is not None and found.config.swarm.electors == "vouched"
+    if is_vouched or makes_key:
+        note(_id_check(options.folder, is_vouched))
     return checks
 
 
-def _votes_check(output: Path) -> Check:
-    """Who this peer will be, for its organiser to know; its key is made now."""
+def _id_check(output: Path, is_vouched: bool) -> Check:
+    """Who this peer will be, for its organiser to know; its key is made now. `is_vouched`: a vote is given by name."""
     path = output / "identity.key"
     try:
         if not path.exists():
@@ -101,25 +115,32 @@ def _votes_check(output: Path) -> Check:
             IdentityFile(path).release()
         me = signer_of(path).peer_id
     except (ConfigError, IdentityInUse) as error:
-        return of_error("votes", error)
-    return Check("votes", "ok", f"trains without a vote; an invitation with one: spes-p2p invite --for {me}")
+        return of_error("votes" if is_vouched else "peer", error)
+    if is_vouched:
+        return Check("votes", "ok", f"trains without a vote; an invitation with one: spes-p2p invite --for {me}")
+    return Check("peer", "ok", f"this peer will be {me}")
 
 
-def fit_checks(config: Config, options: PeerOptions, device: torch.device) -> list[Check]:
-    """Whether this machine fits the run: what `join` checks, too."""
+def fit_checks(
+    config: Config, options: PeerOptions, device: torch.device, data_bytes: int | None = None
+) -> list[Check]:
+    """Whether this machine fits the run: what `join` checks, too. `data_bytes`: of its data, where that is known."""
     try:
         cards = choose_cards(options, device, config.optimizer.batch_sequences, lambda text: None)
     except ConfigError as error:
         return [of_error("fit", error)]
     memory = measure(device, len(cards) or options.local_ranks or 1, cards)
     fitted, words = fit_config(config, options, memory)
-    return fitness_of(config, fitted, words, options, memory)
+    return fitness_of(config, fitted, words, options, memory, data_bytes)
 
 
-def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions, memory: Device) -> list[Check]:
+def fitness_of(
+    config: Config, fitted: Config, words: str, options: PeerOptions, memory: Device, data_bytes: int | None = None
+) -> list[Check]:
     """The same where it was measured and fitted already."""
     fits = not words or fitted != config
     fetched = options.max_data_disk if options.data is None and config.data.source == "leased" else 0
+    fetched = fetched if data_bytes is None else min(fetched, data_bytes)
     count = wanted_columns(config, options)
     return [
         fit_check(fitted, memory, count, words, fits, not fits and eight_bit_would_help(config, options, memory)),
@@ -163,7 +184,9 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
         found.speed = await _speed(network, note)
         if info.dataset != NO_HASH:
             holders = [info.organiser, *(peer for peer in records if peer != info.organiser)][:MOST_ASKED]
-            await _look_at_web(network, info, holders, folder, options.web_data, note)
+            await _look_at_data(network, info, holders, found, note)
+            if found.grid is not None:
+                await _look_at_web(network, info, found.grid, holders, folder, options.web_data, note)
     finally:
         await network.close()
 
@@ -185,8 +208,24 @@ def _run_check(group: RunGroup, peers: int) -> Check:
     return Check("run", "ok", f"{group.run_id}, round {group.round}, {peers} {'peer' if peers == 1 else 'peers'}")
 
 
+async def _look_at_data(
+    network: HivemindNetwork, info: RunInfo, holders: Sequence[PeerId], found: _Found, note: Tell
+) -> None:
+    try:
+        catalogue = await fetch_catalogue(network.transport, info.dataset, holders, ANSWER_SECONDS, lambda *_: None)
+        found.grid = PieceGrid(catalogue)
+    except (NetworkError, RemoteProtocolError) as error:
+        note(Check("data", "warning", f"could not be looked at: {error}", "try again in a minute"))
+
+
 async def _look_at_web(
-    network: HivemindNetwork, info: RunInfo, holders: Sequence[PeerId], folder: Path, access: WebAccess, note: Tell
+    network: HivemindNetwork,
+    info: RunInfo,
+    grid: PieceGrid,
+    holders: Sequence[PeerId],
+    folder: Path,
+    access: WebAccess,
+    note: Tell,
 ) -> None:
     """Whether each of the web servers that the organiser names gives data; where it names any."""
     keeper = SourceKeeper(info, EnvelopeChecker(network.verifier).check, folder)
@@ -194,8 +233,7 @@ async def _look_at_web(
         with contextlib.suppress(NetworkError, RemoteProtocolError):  # it knows of none
             await keeper.look(network.transport, holder, ANSWER_SECONDS)
     if keeper.urls:
-        catalogue = await fetch_catalogue(network.transport, info.dataset, holders, ANSWER_SECONDS, lambda *_: None)
-        note(await web_check(keeper.urls, access, PieceGrid(catalogue)))
+        note(await web_check(keeper.urls, access, grid))
 
 
 async def web_check(urls: Sequence[str], access: WebAccess, grid: PieceGrid) -> Check:

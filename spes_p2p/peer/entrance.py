@@ -147,7 +147,7 @@ def _check_open(words: Words, info: RunInfo, round: int, me: PeerId) -> None:
     last_round = words.last_round
     if last_round is not None and round >= last_round:
         raise PermanentError(
-            f"run {info.run_id} is over: its organiser ended it with round {last_round}",
+            f"run {info.run_id} is over: its organiser ended it with round {round}",
             fix="get its model with spes-p2p export, or ask for an invitation to another run",
         )
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from spes_p2p.errors import ConfigError, PermanentError
+from spes_p2p.errors import ConfigError, PermanentError, RemoteProtocolError
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.wire import pack, unpack
 
 RUN = "run"
 CHAIN = "chain"
 STATE = "state"
 FINGERPRINT = "fingerprint"
+INFO_FILE = "info"
+"""In `run/` of a node's folder: the RunInfo that the run's fingerprint is the hash of."""
 OWNER = "peer_id"
 CHECKPOINTS = "checkpoints"
 
@@ -42,6 +45,15 @@ def holds_run(output: Path) -> bool:
     return any((output / RUN / CHAIN).glob("*.commit")) or any((output / CHECKPOINTS).glob("*"))
 
 
+def kept_run(folder: Path, fingerprint: str | None = None) -> RunInfo | None:
+    """The run that the node of this folder serves, if its fingerprint begins so; None where it has served none."""
+    try:
+        info = unpack(RunInfo, (folder / RUN / INFO_FILE).read_bytes())
+    except (OSError, RemoteProtocolError):  # none, or a damaged one: it is asked for again
+        return None
+    return info if info.fingerprint.hex().startswith((fingerprint or "").lower()) else None
+
+
 def claim_folder(folder: Path, info: RunInfo, layout: Layout, me: PeerId) -> None:
     """Claims `folder` for the run of `info` and the node `me`.
 
@@ -53,7 +65,9 @@ def claim_folder(folder: Path, info: RunInfo, layout: Layout, me: PeerId) -> Non
     if any((folder / CHAIN).glob("*.commit")):
         _check_genesis(Chain(folder / CHAIN).commit(0).manifest.fingerprint, folder, info)
         _check_owner(folder, me)
+        write_whole(folder / INFO_FILE, pack(info))
         return
+    write_whole(folder / INFO_FILE, pack(info))
     write_whole(folder / OWNER, me.encode())
     marker, name = folder / FINGERPRINT, info.fingerprint.hex()
     if marker.exists() and marker.read_text() == name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Set
+from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
@@ -11,12 +12,14 @@ from spes_p2p.consensus.membership import trainers
 from spes_p2p.consensus.messages import (
     Commit,
 )
+from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text, span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
-from spes_p2p.swarm.invite import to_be_shown
+from spes_p2p.swarm.invite import is_public, to_be_shown
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.organiser_words import Words
 
 MOST_SHOWN = 3
 
@@ -39,7 +42,42 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[s
         return [named, f"it continues at round {newest.manifest.round}, step {newest.manifest.step:,}"]
     wanted, warning = config.swarm.min_peers, expected_coverage(config)
     begins = f"it starts once {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} joined"
+    if config.swarm.electors == "vouched":
+        begins += ", and somebody who may vote is there: one that you vouch for, or this node with --serve"
     return [named, *([warning] if warning is not None else []), begins]
+
+
+def how_to_join(word: str, folder: Path, addresses: tuple[str, ...]) -> list[str]:
+    """The invitation, and what to know of the address in it."""
+    lines = [
+        f"volunteers join with:\n  spes-p2p join {word}",
+        "once peers have joined, get an invitation that lists them too: "
+        + in_folder("spes-p2p invite", folder, NODE_FOLDER),
+    ]
+    if not any(map(is_public, addresses)):
+        lines.append(
+            "this node's address is private: machines on the internet reach it only with --announce-maddrs "
+            "/ip4/ADDRESS/tcp/PORT (its public address), where the router passes that port on"
+        )
+    return [*lines, "check from elsewhere whether it can be reached: spes-p2p doctor spes1..."]
+
+
+def order_lines(words: Words, before: Words, newest: Commit | None) -> list[str]:
+    """What the organiser has ordered since `before` (`spes-p2p run stop`, `decay`, `choose`, `vouch`, `ban`)."""
+    lines = []
+    if words.last_round is not None and words.last_round != before.last_round:
+        last = max(words.last_round, newest.manifest.round if newest is not None else 0)
+        lines.append(f"the organiser ends the run with round {last}: nobody can join it after that")
+    if words.decay is not None and words.decay != before.decay:
+        lines.append(f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps")
+    if words.roll is not None and words.roll != before.roll:
+        vouched, banned = len(words.roll.value.vouched), len(words.roll.value.banned)
+        lines.append(f"the organiser vouches for {vouched} {peers_text(vouched)} and has banned {banned}")
+    return lines + [
+        f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}"
+        for parent, child in words.children.items()
+        if before.children.get(parent) != child
+    ]
 
 
 def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:

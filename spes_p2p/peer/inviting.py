@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from spes_p2p.config.load import config_from_text
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import invite_of
@@ -20,8 +21,13 @@ from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.invite import decode, encode, invited_to
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.finding import find_and_load
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.passes import make_pass
 from spes_p2p.sync.sealing import KeySealer
+
+EVERYBODY_VOTES = (
+    "note: in this run every member votes (swarm.electors: all); vouching changes nothing but lifting a ban by electors"
+)
 
 
 def fresh_invite(meeting: JoinTarget) -> str:
@@ -38,6 +44,12 @@ def invite_for(word: str, identity: Path, peer: PeerId) -> str:
             fix="give the folder of the run's bootstrap node with --folder",
         )
     return encode(replace(invite, token=make_pass(invite.fingerprint, peer, KeySealer(signer), time.time_ns())))
+
+
+def vouching_note(run: RunInfo | None) -> str:
+    """What there is to say to somebody who vouches for a peer of this run; "" for nothing, or where it is not known."""
+    config = None if run is None else config_from_text(run.config, origin=f"the config of run {run.run_id}")
+    return EVERYBODY_VOTES if config is not None and config.swarm.electors == "all" else ""
 
 
 async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.files import PEER_FOLDER
 
-DEFAULT_FOLDER = Path("peer")
+DEFAULT_FOLDER = Path(PEER_FOLDER)
 """Of a peer, where no other is named."""
 INVITE_FILE = "invite.txt"
 """In the folder of every node."""

@@ -19,17 +19,16 @@ from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.exchange.transfers import Transfers
-from spes_p2p.files import write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
 from spes_p2p.peer.entrance import ANSWER_SECONDS, check_organiser
-from spes_p2p.peer.folder import RUN, claim_folder
+from spes_p2p.peer.folder import RUN, claim_folder, kept_run
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
@@ -42,25 +41,14 @@ from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.starting import fetch_genesis, fetch_start
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 
-INFO_FILE = "info"
-"""File in a mirror's `run/` folder with the RunInfo that the run's fingerprint is the hash of."""
 LOOK_SECONDS = 5.0
 FULL_SECONDS = 60.0
 """Seconds after which a full disk is tried again."""
 WINDOW = 2**16
 """Number of pieces that are checked at a time for missing ones."""
 Say = Callable[[str], None]
-
-
-def kept_run(folder: Path, fingerprint: str | None) -> RunInfo | None:
-    """The run that the mirror of this folder serves, if it is this one; None where it has served none."""
-    try:
-        info = unpack(RunInfo, (folder / RUN / INFO_FILE).read_bytes())
-    except (OSError, RemoteProtocolError):  # none, or a damaged one: it is asked for again
-        return None
-    return info if info.fingerprint.hex().startswith((fingerprint or "").lower()) else None
 
 
 class Mirror:
@@ -94,7 +82,6 @@ class Mirror:
                 fix="start it with --config as before, or give the mirror a folder of its own with --output",
             )
         claim_folder(folder / RUN, info, run_layout(config, None), network.signer.peer_id)
-        write_whole(folder / RUN / INFO_FILE, pack(info))
         say(f"mirroring run {info.run_id}: this node serves what it has, and signs nothing")
         return cls(network, info, config, folder, say)
 

@@ -13,7 +13,7 @@ from spes_p2p.errors import ConfigError, PermanentError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.pausing import Schedule
 from spes_p2p.planning.units import parse_bytes, parse_rate
-from spes_p2p.swarm.invite import Invite, decode, looks_like_invite
+from spes_p2p.swarm.invite import MARK, Invite, decode, looks_like_invite
 from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
@@ -42,13 +42,17 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class JoinTarget:
-    """Where a run is found, and which one is meant; `organiser` None: whoever the run names. `token`: see `Invite`."""
+    """Where a run is found, and which one is meant; `organiser` None: whoever the run names. `token`: see `Invite`.
+
+    `folder`: the node's on this machine that named it, for messages; None where somebody typed it.
+    """
 
     addresses: tuple[str, ...] = ()
     run_id: str | None = None
     fingerprint: str | None = None
     organiser: PeerId | None = None
     token: bytes = b""
+    folder: Path | None = None
 
 
 def meeting(
@@ -61,7 +65,7 @@ def meeting(
 
     Raises ConfigError for a mistyped invitation, and if invitations or flags name different runs.
     """
-    found = [decode(word) for word in (*invites, *filter(looks_like_invite, initial_peers))]
+    found = [decode(word) for word in (*map(_typed_or_in_file, invites), *filter(looks_like_invite, initial_peers))]
     addresses = [word for word in initial_peers if not looks_like_invite(word)]
     if not found:
         return JoinTarget(tuple(addresses), run_id, fingerprint)
@@ -71,6 +75,18 @@ def meeting(
     longer = max((fingerprint or "").lower(), found[0].fingerprint.hex(), key=len)
     token = next((one.token for one in found if one.token), b"")
     return JoinTarget(tuple(dict.fromkeys(addresses)), found[0].run_id, longer, found[0].organiser, token)
+
+
+def _typed_or_in_file(word: str) -> str:
+    """An invitation, or the one in the file of that name, in which lines may have been broken anywhere."""
+    if looks_like_invite(word) or not (path := Path(word)).is_file():
+        return word
+    try:
+        text = "".join(path.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError):
+        return word  # of which is said that it is no invitation
+    found = re.search(rf"{MARK}\d\w+", text)  # a command may stand before it
+    return text if found is None else found[0]
 
 
 def _check_one_run(invite: Invite, first: Invite, run_id: str | None, fingerprint: str | None) -> None:
@@ -170,7 +186,7 @@ def config_path(given: Path) -> Path:
     """The file, or the config of this name that comes with spes-p2p. Raises ConfigError for a name of none."""
     from spes_p2p.config.load import bundled_config  # takes long to load, and not everybody has a config
 
-    is_name = given.suffix == "" and len(given.parts) == 1 and not given.exists()
+    is_name = given.suffix == "" and len(given.parts) == 1 and not given.is_file()
     return bundled_config(str(given)) if is_name else given
 
 

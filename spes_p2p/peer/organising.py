@@ -4,24 +4,31 @@ who may vote and who is banned."""
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from spes_p2p.config.schema import Config
+from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.manifest import Decay, Manifest
 from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Admission, Roll, electors
 from spes_p2p.consensus.messages import Commit, Sealer
-from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.errors import ConfigError, NetworkError, StateError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
-from spes_p2p.peer.folder import CHAIN, RUN
+from spes_p2p.peer.folder import CHAIN, RUN, kept_run
+from spes_p2p.peer.inviting import vouching_note
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
+from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.chain import Chain
@@ -31,20 +38,25 @@ from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.organiser_words import (
     LOOK_SECONDS,
     TTL_SECONDS,
+    WORDS_FILE,
     Words,
     choice,
     decay,
     ending,
+    load_orders,
     read_words,
     roll,
     together,
 )
-from spes_p2p.sync.report import read_report
+from spes_p2p.sync.report import RunReport, read_run
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.train.schedule import learning_rate
 from spes_p2p.wire import pack
 
 ANSWER_SECONDS = 10.0
-PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
+SPREAD_SECONDS = 2 * LOOK_SECONDS
+"""In this time every peer that can be reached hears of an order."""
+MOST_ROUNDS_MORE = 20
 HEARD_SECONDS = 3 * LOOK_SECONDS
 """How long to wait for a node of the run to repeat, and so confirm, what the organiser announced."""
 
@@ -53,16 +65,16 @@ HEARD_SECONDS = 3 * LOOK_SECONDS
 
 
 def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: Callable[[str], None]) -> int:
-    """Ends a run with the organiser's key; the last round: `after_round`, else the one that runs now.
+    """Ends a run with the organiser's key; the last round: `after_round`, else the first that all hear of in time.
 
     Raises ConfigError where the key is not the organiser's, NetworkError where nobody hears.
     """
 
     async def stop(network: HivemindNetwork) -> int:
-        report = await read_report(network, meeting.run_id, time.time(), meeting.fingerprint)
+        report, newest, _ = await read_run(network, meeting.run_id, time.time(), meeting.fingerprint)
         info, _ = await find_and_load(network, report.run_id, report.fingerprint, ANSWER_SECONDS)
         sealer = _sealer_of(identity, info)
-        last = max(report.round + 1, after_round or 0)
+        last = max(report.round + 1, after_round or first_to_end_with(report, newest))
         say(f"announcing that run {info.run_id} ends with round {last}, until one of its nodes confirms it")
         known = await tell(network, info, ending(info, last, sealer))
         return last if known.last_round is None else known.last_round
@@ -70,44 +82,92 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
     return visit(meeting, stop)
 
 
-def decay_run(identity: Path, meeting: JoinTarget, steps: int) -> int:
-    """Signs with the organiser's key that the learning rate falls over `steps` inner steps; those that count, where it
-    was said before. Raises as `stop_run` does.
+def first_to_end_with(report: RunReport, newest: Commit | None) -> int:
+    """The first round that is under way when all peers have heard of an order; the current one where rounds are long.
+
+    Who has heard stops when it is committed; who has not would go on alone. `newest`: what `report` is of.
+    """
+    speed = sum(peer.tokens_per_second for peer in report.live)
+    tokens = 0 if newest is None else sum(entry.tokens for entry in newest.manifest.roster)
+    if not speed or not tokens:
+        return report.round + 1
+    seconds = tokens / speed
+    left = max(0.0, seconds - (report.head_age_seconds or 0.0))
+    return report.round + 1 + min(MOST_ROUNDS_MORE, max(0, math.ceil((SPREAD_SECONDS - left) / seconds)))
+
+
+def decay_run(folder: Path, meeting: JoinTarget, steps: int) -> int:
+    """Signs with the organiser's key, in `folder`, that the learning rate falls over `steps` inner steps; those that
+    count, where it was said a moment before.
+
+    Raises as `stop_run` does, and ConfigError where that would change nothing.
     """
 
     async def announce(network: HivemindNetwork) -> int:
-        info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-        known = await tell(network, info, decay(info, steps, _sealer_of(identity, info)))
+        info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+        word = decay(info, steps, _sealer_of(folder / "identity.key", info))
+        _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
+        words = together((await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)).values())
+        if newest is not None:
+            check_can_fall(config, newest.manifest, folder)
+        if words.decay is not None and words.decay.value.steps < steps:
+            raise ConfigError(
+                f"the learning rate will fall over {words.decay.value.steps:,} steps from the next round on; a longer "
+                "fall cannot take the place of that",
+                fix="end the run when these steps are made: spes-p2p run stop",
+            )
+        known = await tell(network, info, word)
         return steps if known.decay is None else known.decay.value.steps
 
     return visit(meeting, announce)
 
 
-def checked_peers(texts: Collection[str]) -> tuple[PeerId, ...]:
-    """Raises ConfigError where one is no peer id."""
-    for text in texts:
-        if not PEER_ID.fullmatch(text):
-            raise ConfigError(
-                f"{text[:80]!r} is not the id of a peer",
-                fix="give whole ids (Qm... or 12D3...), as `spes-p2p status --json` prints them",
-            )
-    return tuple(PeerId(text) for text in texts)
+def check_can_fall(config: Config, newest: Manifest, folder: Path) -> None:
+    """Raises ConfigError where the learning rate falls already, or has nowhere to fall to.
+
+    `folder`: a node's, whose certificates say in which round it began to.
+    """
+    if newest.decay is not None:
+        raise ConfigError(
+            f"the learning rate has been falling since {_begin_of_fall(newest.decay, folder)}, over "
+            f"{newest.decay.steps:,} steps; this cannot be changed",
+            fix="end the run when these steps are made: spes-p2p run stop",
+        )
+    lowest = config.scheduler.min_ratio * config.optimizer.lr
+    if newest.step >= config.scheduler.warmup_steps and learning_rate(config, newest.step + 1) <= lowest * (1 + 1e-6):
+        raise ConfigError(
+            f"the learning rate is already at its lowest ({lowest:.1e}): this changes nothing",
+            fix="end the run whenever you like (spes-p2p run stop); in the next one set scheduler.name=wsd and "
+            "scheduler.total_steps beyond what you expect",
+        )
+
+
+def _begin_of_fall(fall: Decay, folder: Path) -> str:
+    path = folder / RUN / CHAIN
+    with contextlib.suppress(StateError, OSError):
+        if path.is_dir():
+            chain = Chain(path, mends=False)
+            first = bisect_left(range(chain.length), True, key=lambda one: chain.commit(one).manifest.decay is not None)
+            if first < chain.length:
+                return f"round {first}"
+    return f"step {fall.begin_step:,}"
 
 
 def change_roll(
     identity: Path,
     meeting: JoinTarget,
+    say: Callable[[str], None],
     vouched: Collection[PeerId] = (),
     banned: Collection[PeerId] = (),
     forgotten: Collection[PeerId] = (),
 ) -> tuple[Roll, Roll | None]:
     """Signs with the organiser's key whom it vouches for and whom it bans; all of both, and as it was before.
 
-    Raises as `stop_run` does.
+    `say` hears beforehand what comes of it. Raises as `stop_run` does.
     """
 
     async def announce(network: HivemindNetwork) -> tuple[Roll, Roll | None]:
-        info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+        info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         check = EnvelopeChecker(network.verifier).check
         known = together((await read_words(network.directory, info, check)).values())
         word = roll(info, known, _sealer_of(identity, info), vouched, banned, forgotten)
@@ -117,10 +177,33 @@ def change_roll(
                 f"{len(word.roll.value.vouched)} peers to vouch for and {len(word.roll.value.banned)} banned ones",
                 fix=f"at most {MAX_VOUCHED} and {MAX_BANNED} fit: forget some with --undo",
             )
+        if vouched and (note := vouching_note(info)):
+            say(note)
+        if banned:
+            _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
+            for line in after_ban(newest, banned, Faults(config.swarm.faults)):
+                say(line)
         await tell(network, info, word)
         return word.roll.value, None if known.roll is None else known.roll.value
 
     return visit(meeting, announce)
+
+
+def after_ban(newest: Commit | None, banned: Collection[PeerId], faults: Faults) -> list[str]:
+    """What comes of a ban, by the members that `newest` names; nothing where it takes no vote away."""
+    voters = tuple(member.peer for member in electors(newest.manifest.members)) if newest is not None else ()
+    staying = [peer for peer in voters if peer not in banned]
+    if len(staying) == len(voters):
+        return []
+    quorum, said = Electorate(voters, faults).quorum, f"{len(staying)} of {len(voters)} voters stay"
+    if len(staying) >= quorum:
+        return [f"{said}: the run goes on with them"]
+    if not staying:
+        return [f"{said}: the run stands still until somebody who may vote has come"]
+    said = f"{said}, and a round needs {quorum}: the run stands still"
+    if faults is Faults.BYZANTINE:
+        return [f"{said}, since with swarm.faults: byzantine fewer never go on by themselves"]
+    return [f"{said} for about a minute, then those who stay go on by themselves (a degraded round)"]
 
 
 @dataclass(frozen=True)
@@ -220,6 +303,8 @@ class HistoryLine:
     """Whom the organiser's roll excludes that this round is the first to have."""
     state_root: str
     seals: int
+    ends: bool
+    """Whether the organiser has ended the run with this round."""
     received_at: float
     """When the commit arrived, in Unix seconds by the clock of the node that kept it; 0 if it was fetched just now."""
 
@@ -235,22 +320,29 @@ def kept_history(folder: Path) -> list[HistoryLine]:
         )
     chain = Chain(path, mends=False)
     commits = [chain.commit(round) for round in range(chain.length)]
-    return list(history(commits, [chain.received_at(round) for round in range(chain.length)]))
+    info = kept_run(folder)
+    words = load_orders(path.parent / WORDS_FILE, info, EnvelopeChecker(RsaVerifier()).check) if info else Words()
+    return list(history(commits, [chain.received_at(round) for round in range(chain.length)], words.last_round))
 
 
 def live_history(meeting: JoinTarget) -> list[HistoryLine]:
     """Of a live run: all certificates are fetched and checked. Raises NetworkError, ConfigError."""
 
-    async def fetch(network: HivemindNetwork) -> list[Commit]:
+    async def fetch(network: HivemindNetwork) -> list[HistoryLine]:
         with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-            chain = await fetch_chain(network, Path(folder), meeting.run_id, meeting.fingerprint)
-            return [chain.commit(round) for round in range(chain.length)]
+            info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+            chain = await fetch_chain(network, Path(folder), info.run_id, info.fingerprint.hex())
+            words = await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)
+            commits = [chain.commit(round) for round in range(chain.length)]
+            return list(history(commits, last_round=together(words.values()).last_round))
 
-    return list(history(visit(meeting, fetch)))
+    return visit(meeting, fetch)
 
 
-def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Iterator[HistoryLine]:
-    """One line a commit, from genesis on."""
+def history(
+    commits: Sequence[Commit], received_at: Sequence[float] = (), last_round: int | None = None
+) -> Iterator[HistoryLine]:
+    """One line a commit, from genesis on. `last_round`: with which the organiser ends the run."""
     before: frozenset[PeerId] = frozenset()
     barred: frozenset[PeerId] = frozenset()
     for at, commit in enumerate(commits):
@@ -274,6 +366,7 @@ def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Ite
             banned=tuple(sorted(excluded - barred)),
             state_root=manifest.state_root.hex(),
             seals=len(certificate.seals),
+            ends=last_round is not None and manifest.round >= last_round and at == len(commits) - 1,
             received_at=received_at[at] if received_at else 0.0,
         )
         before, barred = members, excluded

@@ -14,6 +14,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
+from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.folder import make_folder
@@ -25,6 +26,8 @@ from spes_p2p.planning.tuning import TUNE_FIX, guest_overrides, keys_of, too_slo
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from spes_p2p.sync.node import can_be_audited
 
+DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "swarm.faults")
+"""What nobody can change once a run has begun, and many an organiser wants to know of."""
 FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
 """What keeps a run going right while one peer in five lies (docs/security.md)."""
 
@@ -67,13 +70,18 @@ class StartedRun:
     words: tuple[str, ...]
 
 
+def check_is_new(path: Path) -> None:
+    """Raises ConfigError where the file of a new run is there already."""
+    if path.exists():
+        raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
+
+
 def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     """Writes `path`, and makes the key of the bootstrap node in the folder `node`.
 
     Raises ConfigError where the answers do not go together or `path` is there, DataError, IdentityInUse.
     """
-    if path.exists():
-        raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
+    check_is_new(path)
     template = bundled_config(run.template)
     defences = (*FOR_STRANGERS, "model.guest_rank=0") if run.strangers else ()
     guests = guest_overrides(load_config(template), run.guest_rank)
@@ -94,10 +102,10 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()
-    keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank",
-            *keys_of(defences), *keys_of(tuned))  # fmt: skip
+    asked = ("run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank")
+    keys = (*chosen_keys(template), *DECIDED, *asked, *keys_of(defences), *keys_of(tuned))
     path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
-    return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config)))
+    return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config, node)))
 
 
 def _overrides(run: NewRun) -> list[str]:
@@ -145,24 +153,48 @@ def _tuned(run: NewRun, config: Config) -> tuple[tuple[str, ...], list[str]]:
     return found.overrides, words
 
 
-def _words(run: NewRun, config: Config) -> list[str]:
+def _words(run: NewRun, config: Config, node: Path) -> list[str]:
     """What the plan says of the volunteers' machines."""
     question = _question(run, config)
     found = answer(question)
-    words = [expected_coverage(config) or "", found.sentence(), found.eight_bit_words(), too_slow(question)]
+    words = [
+        expected_coverage(config) or "",
+        found.sentence(),
+        found.eight_bit_words(),
+        too_slow(question),
+    ]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")
-    return [word for word in (*words, *_words_of_strangers(config)) if word]
+    if run.gpu_bytes is None:
+        words.append("not checked whether the run fits into the volunteers' GPUs: give --gpu-memory 24GiB, say")
+    if cost.seconds is None:
+        words.append("not checked how long a sync takes: give --uplink 20Mbit --downlink 100Mbit, say")
+    return [word for word in (*words, _words_of_rate(config), *_words_of_strangers(config, node)) if word]
 
 
-def _words_of_strangers(config: Config) -> list[str]:
+def _words_of_rate(config: Config) -> str:
+    """How the learning rate goes, which nobody can change later."""
+    schedule, lowest = config.scheduler, config.scheduler.min_ratio * config.optimizer.lr
+    if schedule.name == "cosine":
+        return (
+            f"the learning rate comes to its lowest ({lowest:.1e}) at step {schedule.total_steps:,}, which is "
+            "scheduler.total_steps; to let it fall when you say so (spes-p2p run decay), set scheduler.name=wsd"
+        )
+    return (
+        f"the learning rate stays until step {schedule.total_steps - schedule.decay_steps:,} and comes to its lowest "
+        f"({lowest:.1e}) at step {schedule.total_steps:,}, or earlier with: spes-p2p run decay"
+    )
+
+
+def _words_of_strangers(config: Config, node: Path) -> list[str]:
     """What an organiser has to do where peers may lie."""
     if config.swarm.electors != "vouched" or config.swarm.faults != "byzantine":
         return []
+    commands = [in_folder(f"spes-p2p {words} PEER", node, NODE_FOLDER) for words in ("invite --for", "run vouch")]
     words = [
-        "peers vote once you vouch for them (spes-p2p invite --for PEER, spes-p2p run vouch PEER); fewer than a third "
-        "of those may lie, so vouch for four at least, better for seven"
+        f"peers vote once you vouch for them ({', '.join(commands)}); fewer than a third of those may lie, so vouch "
+        "for four at least, better for seven"
     ]
     if not can_be_audited(config, state_layout(config)):
         words.append(

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from spes_p2p.errors import NetworkError
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import JoinTarget, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
@@ -21,11 +22,24 @@ T = TypeVar("T")
 async def visiting(run: JoinTarget) -> AsyncIterator[HivemindNetwork]:
     """The network of a run, until the block ends. Raises NetworkError, ClockSkewed."""
     with TemporaryDirectory(prefix="spes-p2p-visit-") as folder:
-        network = await open_network(NetworkOptions(run.addresses, client_mode=True), Path(folder) / "identity.key")
+        network = await _open(run, Path(folder) / "identity.key")
         try:
             yield network
         finally:
             await network.close()
+
+
+async def _open(run: JoinTarget, identity: Path) -> HivemindNetwork:
+    """Names the folder that the addresses are from."""
+    try:
+        return await open_network(NetworkOptions(run.addresses, client_mode=True), identity)
+    except NetworkError as error:
+        if run.folder is None:
+            raise
+        raise NetworkError(
+            f"no node of run {run.run_id or 'that is meant'} (folder {run.folder}) can be reached: {error}",
+            fix="start its bootstrap node again; for another run give its folder with --folder",
+        ) from error
 
 
 def visit(

@@ -195,6 +195,11 @@ def invited_to(records: Iterable[PeerRecord], organiser: PeerId, known: Iterable
     return tuple(dict.fromkeys([*found, *names, *_of_each(peers[:MAX_PEERS])]))[:MAX_ADDRESSES]
 
 
+def is_public(address: str) -> bool:
+    """Whether it can be meant for machines on the internet: a name, or an address that is not private."""
+    return _rank(address) < _PRIVATE
+
+
 def is_name(address: str) -> bool:
     """Whether it is a name that can come to stand for another machine."""
     return _NAME.fullmatch(address) is not None
@@ -219,15 +224,15 @@ def _is_sound(address: str, peer: PeerId) -> bool:
     return named == peer or address.startswith(_LISTING)
 
 
-_LOOPBACK = 3
+_PRIVATE, _LOOPBACK = 2, 3
 
 
 def _rank(address: str) -> int:
     found = _TCP.match(address)
     if found is None:
-        return 0 if is_name(address) else 2
+        return 0 if is_name(address) else _PRIVATE
     try:
         ip = ipaddress.ip_address(found[2])
     except ValueError:
-        return 2
-    return _LOOPBACK if ip.is_loopback else 1 if ip.is_global else 2
+        return _PRIVATE
+    return _LOOPBACK if ip.is_loopback else 1 if ip.is_global else _PRIVATE

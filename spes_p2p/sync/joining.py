@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from spes_p2p.config.schema import Config
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
@@ -47,6 +48,15 @@ class JoinedRun:
     chain: Chain
     votes: VoteBook
     tip: Commit
+
+
+def waiting_text(config: Config, here: int) -> str:
+    """For what a run waits that has not begun, with so many peers `here`, this one among them."""
+    wanted, is_vouched = config.swarm.min_peers, config.swarm.electors == "vouched"
+    if is_vouched and here >= wanted:
+        return f"waiting: {here} peers are here, but none may vote; the organiser must vouch for one; Ctrl-C leaves"
+    are = "is here (this one)" if here == 1 else "are here, with this one"
+    return f"waiting for others: {here} of {wanted} peers {are}; the run begins by itself; Ctrl-C leaves"
 
 
 class Joining:
@@ -139,18 +149,13 @@ class Joining:
                     return found
                 if loop.time() >= told + TELL_SECONDS:
                     told = loop.time()
-                    self._node.say(self._waiting_text(asked))
+                    self._node.say(waiting_text(self._run.config, 1 + len({*asked} - {self._run.info.organiser})))
         except asyncio.CancelledError:
             await _end(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
             raise
         finally:
             await _end(asking.values())
-
-    def _waiting_text(self, asked: tuple[PeerId, ...]) -> str:
-        here, wanted = 1 + len(set(asked) - {self._run.info.organiser}), self._run.config.swarm.min_peers
-        are = "is here (this one)" if here == 1 else "are here, with this one"
-        return f"waiting for others: {here} of {wanted} peers {are}; the run begins by itself; Ctrl-C leaves"
 
     async def _first_genesis(self, asking: dict[PeerId, asyncio.Task[Commit | None]], seconds: float) -> Commit | None:
         """What one of those who are asked has given within `seconds`; those who have answered are taken out."""

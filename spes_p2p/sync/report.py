@@ -6,6 +6,7 @@ peers say of themselves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,10 @@ from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.announced import ANSWER_SECONDS, Accept, find_forks, is_checked, newest_commit, seen_at
 from spes_p2p.sync.finding import find_run, load_run
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
+from spes_p2p.sync.organiser_words import read_words, together
+from spes_p2p.sync.sealing import EnvelopeChecker
 
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
@@ -125,6 +129,15 @@ class RunReport:
     """Whose work does not count in full yet, and how many audits it must pass."""
     forks: tuple[Fork, ...] = ()
     """Where histories part that are announced at the same time; the rest is of the one with the newest round."""
+    last_round: int | None = None
+    """With which the organiser ends the run; None where nobody says so."""
+    decay_steps: int = 0
+    """Over which the learning rate falls; 0 until the organiser lets it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last round is committed."""
+        return self.last_round is not None and self.round >= self.last_round
 
     @property
     def uncovered(self) -> tuple[int, ...]:
@@ -145,7 +158,7 @@ class RunReport:
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         lists = {"uncovered": self.uncovered, "stale": self.stale}
-        return {**dataclasses.asdict(self), **lists, "live_peers": len(self.live)}
+        return {**dataclasses.asdict(self), **lists, "live_peers": len(self.live), "is_over": self.is_over}
 
 
 async def read_report(
@@ -180,13 +193,17 @@ async def read_run(
         transport.learn(peer, record.addresses)
     commit, holders = await newest_commit(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
-    config = await _config_of(transport, group)
+    info, config = await _run_of(transport, group) or (None, None)
     rule = SealRule(organiser, Faults(config.swarm.faults) if config else Faults.CRASH)
     checked = await is_checked(transport, check, commit, holders, rule) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
     if commit:
         forks = await find_forks(transport, check, heads, commit, holders, rule)
         report = dataclasses.replace(report, forks=forks)
+    if info is not None:
+        with contextlib.suppress(NetworkError):
+            words = together((await read_words(directory, info, EnvelopeChecker(network.verifier).check)).values())
+            report = dataclasses.replace(report, last_round=words.last_round)
     if config is not None:
         mix = _mix(config, commit) if commit else ()
         report = dataclasses.replace(report, expert_rounds=config.sync.column_rounds, mix=mix)
@@ -206,10 +223,10 @@ def _mix(config: Config, commit: Commit) -> tuple[MixedDataset, ...]:
     return tuple(MixedDataset(name, dataset, given[name]) for name, _, dataset in config.data.datasets)
 
 
-async def _config_of(transport: Transport, group: RunGroup) -> Config | None:
+async def _run_of(transport: Transport, group: RunGroup) -> tuple[RunInfo, Config] | None:
     """None where nobody gives it."""
     try:
-        return (await load_run(transport, group, ANSWER_SECONDS))[1]
+        return await load_run(transport, group, ANSWER_SECONDS)
     except (NetworkError, RemoteProtocolError, ConfigError):
         return None
 
@@ -242,6 +259,7 @@ def _report(
         columns=_columns(manifest) if manifest else (),
         banned=tuple(sorted(Admission(manifest.roll, banned=manifest.banned).all_banned)) if manifest else (),
         probation=on_probation(manifest) if manifest else (),
+        decay_steps=manifest.decay.steps if manifest and manifest.decay else 0,
         data=coverage({peer: one.held for peer, one in peers.items() if _is_fresh(one, now)}),
     )
 

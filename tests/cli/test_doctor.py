@@ -10,6 +10,7 @@ import pytest
 from spes_p2p.cli.doctor import verdict
 from spes_p2p.peer import doctor, machine
 from spes_p2p.peer.checks import Check, Disk
+from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from tests.cli.conftest import LOOPBACK, Answer, Organiser, serve, spes_p2p
 from tests.cli.test_errors import NOBODY, refused
 
@@ -18,18 +19,22 @@ def checks(answer: Answer) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(answer.output)["checks"]}
 
 
-def test_everything_is_looked_at_and_nothing_is_left_behind(tmp_path: Path, organiser: Organiser) -> None:
+def test_everything_is_looked_at_and_only_the_key_is_left_behind(tmp_path: Path, organiser: Organiser) -> None:
     where = ("--output", str(tmp_path / "peer"), "--host-maddrs", LOOPBACK)
     answer = spes_p2p("doctor", "--initial-peers", organiser.address, *where, "--json")
     assert answer.exit_code == 0, answer
     found = checks(answer)
     names = ["python", "torch", "gpu", "memory", "network", "clock", "port", "reach", "run", "fit", "disk", "speed"]
-    assert list(found) == names
+    assert list(found) == [*names, "peer"]
+    peer = signer_of(tmp_path / "peer" / "identity.key").peer_id
+    assert found["peer"]["text"] == f"this peer will be {peer}"
+    assert "and up to" in found["disk"]["text"]
+    assert "GB for its data" not in found["disk"]["text"]  # of which there is less than a megabyte
     assert found["run"]["text"] == "tiny, round 0, 0 peers"
     assert "room for 8 of 8 expert columns" in found["fit"]["text"]
     assert "Mbit/s up" in found["speed"]["text"]
     assert all(check["fix"] for check in found.values() if check["level"] != "ok")
-    assert not (tmp_path / "peer").exists()
+    assert {path.name for path in (tmp_path / "peer").iterdir()} <= {"identity.key", "identity.key.lock"}
 
 
 def test_the_web_servers_that_the_organiser_names_are_looked_at(tmp_path: Path, tokens: Path) -> None:
@@ -77,3 +82,4 @@ def test_the_folder_of_a_peer_counts_its_files_once(tmp_path: Path) -> None:
 def test_what_it_prints_can_be_typed_as_it_stands() -> None:
     fits = [Check("fit", "ok", "4 columns fit")]
     assert verdict(fits, "spes1abc").endswith(": spes-p2p join spes1abc")
+    assert verdict(fits, "spes1abc", Path("anna")).endswith(": spes-p2p join spes1abc --output anna")

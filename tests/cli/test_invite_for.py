@@ -84,8 +84,9 @@ def test_the_doctor_says_what_the_organiser_must_know(
     checks = doctored(vouching, tmp_path / "peer")
     [votes] = [check for check in checks if check["name"] == "votes"]
     assert votes["text"].endswith(f"spes-p2p invite --for {new_peer(tmp_path / 'peer')}")
-    assert "votes" not in {check["name"] for check in doctored(organiser, tmp_path / "b")}
-    assert not (tmp_path / "b" / "identity.key").exists()
+    found = {check["name"]: check["text"] for check in doctored(organiser, tmp_path / "b")}
+    assert "votes" not in found
+    assert found["peer"] == f"this peer will be {new_peer(tmp_path / 'b')}"
 
 
 def test_another_peer_is_told_that_it_is_not_for_it(tmp_path: Path, vouching: Organiser) -> None:

@@ -113,5 +113,14 @@ def test_links_that_are_too_slow_are_said_and_tuned_for() -> None:
     assert "sync.overlap=true" in told["tuning"]["overrides"]
 
 
+def test_a_codec_is_marked_that_is_chosen_and_nothing_is_to_be_done_where_nobody_waits() -> None:
+    fast = ("--uplink", "10Gbit", "--downlink", "10Gbit", "--tokens-per-second", "1", "--peers", "8")
+    settings = ("sync.codec=int8", "sync.expert_codec=int8", "swarm.target_replicas=1", "swarm.experts_per_peer=1")
+    text = plan("--config", "tiny", *settings, *fast, "--tune")
+    assert "nothing to change: training hardly waits for syncs" in text
+    assert "Put them into the config" not in text
+    assert text.count("(chosen)") == text.count("int8 (chosen)") == 1
+
+
 def test_tuning_needs_links_and_speed() -> None:
     assert "--uplink 20Mbit" in refusal("--config", "small", "--tune")

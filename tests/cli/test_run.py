@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.cli import run
 from spes_p2p.config.load import load_config
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
@@ -35,9 +36,11 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         answer = spes_p2p("run", "decay", "--steps", "40", "-f", str(organiser.folder))
         assert answer.exit_code == 0, answer
         assert "falls over 40 steps from the next round on" in answer.output
+        refused(spes_p2p("run", "decay", "--steps", "80", "-f", str(organiser.folder)), "over 40 steps", "run stop")
         answer = spes_p2p("run", "stop", "--yes", "-f", str(organiser.folder), "--after-round", "3")
         assert answer.exit_code == 0, answer
         assert "ends with round 3" in answer.output
+        assert f"run tiny (folder {organiser.folder}): asking its nodes" in answer.errors
         ended = organiser.join(stranger, "--data", str(tokens))
         assert ended.exit_code == 0, ended
         assert [event.round for event in rounds(stranger)] == [1, 2, 3]
@@ -52,12 +55,21 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert sorted(line["decay_steps"] for line in lines) == [0, 0, 0, 40]
         newest = spes_p2p("run", "inspect", "-f", str(stranger), "--last", "1").output.splitlines()
         assert newest[1].split()[:2] == ["3", "quorum"]
+        assert newest[-1].strip() == "the organiser ended the run with this round"
+        assert spes_p2p("status", word).output.startswith(
+            "the run is over: its organiser ended it with round 3; get its"
+        )
         refused(spes_p2p("run", "choose", "abcdef0123", "-f", str(organiser.folder)), "has one history", "peers of")
         while "round 3: step" not in "\n".join(organiser.said):
             pass
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
     with serving() as again:
         assert any("the organiser ends the run with round 3" in line for line in again.said)
+    refused(
+        spes_p2p("run", "decay", "--steps", "9", "-f", str(organiser.folder)),
+        f"no node of run tiny (folder {organiser.folder}) can be reached",
+        "start its bootstrap node again",
+    )
 
 
 def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
@@ -66,7 +78,7 @@ def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
     with serving("swarm.electors=vouched") as organiser:
         stranger = tmp_path / "stranger"
         node = ("-f", str(organiser.folder))
-        refused(spes_p2p("run", "vouch", "somebody", *node), "'somebody' is not the id of a peer", "status --json")
+        refused(spes_p2p("run", "vouch", "somebody", *node), "'somebody' is not the id of a peer", "status --ids")
         stranger.mkdir()
         identity = IdentityFile(stranger / "identity.key")
         peer = identity.signer.peer_id
@@ -75,7 +87,9 @@ def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
         answer = spes_p2p("run", "ban", peer, *node)
         assert answer.output == f"vouched for: nobody\nbanned: {peer}\nthe next round takes it up\n"
         refused(organiser.join(stranger, "--data", str(tokens)), "has banned this peer", f"ban --undo {peer}", code=3)
-        assert "banned: nobody" in spes_p2p("run", "ban", "--undo", peer, *node).output
+        undone = spes_p2p("run", "ban", "--undo", peer, *node).output
+        assert "banned: nobody" in undone
+        assert "is still carried out once" in undone
         first, second = (spes_p2p("run", "vouch", peer, *node).output for _ in range(2))
         assert first == f"vouched for: {peer}\nbanned: nobody\nthe next round takes it up\n"
         assert second.startswith(first)
@@ -97,6 +111,28 @@ def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pyt
     refused(spes_p2p("run", "inspect"), "holds no history of a run")
     assert spes_p2p("run", "stop").exit_code == 1
     refused(spes_p2p("run", "choose", "heads"), "CHILD is 'heads', not the first digits of a manifest's hash")
+
+
+def test_init_asks_again_for_a_number_and_never_for_a_name_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["tiny", "mine", "", "many", "0", "2", "4", "0"])
+    asked: list[str] = []
+
+    def typed(question: str, default: str) -> str:
+        asked.append(question)
+        return next(answers)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("typer.prompt", typed)
+    monkeypatch.setattr(run, "is_asked", lambda: True)
+    answer = spes_p2p("run", "init")
+    assert answer.exit_code == 0, answer
+    assert answer.output.count("Please type a whole number, 1 or more.") == 2
+    assert load_config(tmp_path / "mine.yaml").swarm.min_peers == 2
+    answers, asked = iter(["tiny", "mine"]), []
+    refused(spes_p2p("run", "init"), "mine.yaml already exists")
+    assert len(asked) == 2
 
 
 def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

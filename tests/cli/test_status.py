@@ -139,13 +139,34 @@ def test_watching_shows_one_table_after_the_other(
     """On a terminal each in the place of the one before; elsewhere each with its time; by JSON a line each."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     for _ in range(2):
-        _show_again(REPORT, as_json=False)
+        _show_again(REPORT, text_of(REPORT, NOW))
     shown = capsys.readouterr().out
     assert shown.count("run tiny, fingerprint") == 2
     assert shown.count(CLEAR_SCREEN) == shown.count("Ctrl-C to stop") == (2 if terminal else 0)
-    _show_again(REPORT, as_json=True)
+    _show_again(REPORT, "")
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["round"] == REPORT.round
+
+
+def test_a_run_that_is_over_invites_nobody() -> None:
+    word = "spes1abc"
+    report = replace(REPORT, invitation=word, data=Coverage(1, (ORGANISER,), 0.0), last_round=11)
+    first, *rest = lines(report)
+    assert first == (
+        "the run is over: its organiser ended it with round 12; get its model with: spes-p2p export spes1abc "
+        "--output MODEL"
+    )
+    text = "\n".join(rest)
+    assert not any(words in text for words in ("join with", "for the next round", "training would stop"))
+    assert report.to_json()["is_over"]
+    coming = replace(report, last_round=20)
+    assert lines(coming)[0] == "the organiser ends the run with round 20"
+    assert lines(coming)[-1] == "others join with: spes-p2p join spes1abc"
+
+
+def test_whole_ids_are_shown_where_they_are_asked_for() -> None:
+    assert f"Nanna1 is {ANNA}" in text_of(REPORT, NOW, ids=True).splitlines()
+    assert ANNA not in text_of(REPORT, NOW)
 
 
 def test_before_the_run_has_begun_it_says_who_waits() -> None:

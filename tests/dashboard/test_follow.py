@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.manifest import Decay, manifest_hash
 from spes_p2p.consensus.messages import (
     DEGRADED,
 )
@@ -68,6 +68,22 @@ def test_two_histories_are_shown_until_there_is_one_again() -> None:
     follower.apply(look, NOW)
     assert page_state(history, NOW)["head"]["forks"] == []
     assert messages(history)[-2:] == [fork.texts(NOW)[0], "the run has only one history again"]
+
+
+def test_the_falling_learning_rate_and_the_end_are_events() -> None:
+    history, source = History(), MadeSource()
+    follower, look = Follower(history), source.look_at(1, NOW, NOTHING)
+    follower.apply(source.look_at(0, NOW, NOTHING), NOW)
+    last = look.commits[-1]
+    falling = replace(last, manifest=replace(last.manifest, decay=Decay(last.manifest.step, 60)))
+    ending = replace(look.report, last_round=4)
+    for report in (look.report, ending, ending, replace(ending, round=5), replace(ending, last_round=None)):
+        follower.apply(Look(report, (falling,)), NOW)
+    assert messages(history) == [
+        "the learning rate falls over 60 steps from round 1 on",
+        "the organiser ends the run with round 4",
+        "the run is over: round 5 was its last",
+    ]
 
 
 def test_rounds_that_only_one_peer_tells_of_are_not_drawn() -> None:

@@ -250,18 +250,30 @@ def test_nothing_to_read_is_said_clearly(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.csv has none of the suffixes .jsonl"):
         tokenize([str(tmp_path / "a.csv")], tmp_path / "out", ALONE)
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(DataError, match=r"1 of its 1 lines are bad, such as .*a.jsonl:1: no field 'text'"):
+    with pytest.raises(DataError, match=r"1 bad of 1 in all, such as .*a.jsonl:1: no field 'text'"):
         tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", ALONE)
+
+
+def test_files_of_no_known_kind_are_named(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "text.md").write_text("text")
+    with pytest.raises(DataError, match=r"text.md exists, but .md is not a known kind of file") as caught:
+        tokenize([str(tmp_path / "docs")], tmp_path / "out", ALONE)
+    assert caught.value.fix.startswith("rename it to .txt")
+    (tmp_path / "docs" / "more.txt").write_text("text")
+    assert readers.other_files([str(tmp_path / "docs"), str(tmp_path / "docs" / "more.txt")]) == [
+        tmp_path / "docs" / "text.md"
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.txt", np.random.default_rng(0).bytes(5000), "lines are bad, such as .*a.txt:1: "),
-        ("a.txt", "two\nlines in UTF-16\n".encode("utf-16"), "3 of its 3 lines are bad, such as .*zero byte"),
-        ("a.txt", b"text\n" * 40 + b"\xff\n" * 41, "41 of its 81 lines are bad, such as .*a.txt:41: invalid UTF-8"),
-        ("a.jsonl", np.random.default_rng(0).bytes(5000), "lines are bad, such as .*a.jsonl:"),
-        ("a.jsonl", lines("x" * 500) + b"{}\n" * 2, "2 of its 3 lines are bad, such as .*a.jsonl:2: no field 'text'"),
+        ("a.txt", np.random.default_rng(0).bytes(5000), "bad of .* in all, such as .*a.txt:1: "),
+        ("a.txt", "two\nlines in UTF-16\n".encode("utf-16"), "3 bad of 3 in all, such as .*zero byte"),
+        ("a.txt", b"text\n" * 40 + b"\xff\n" * 41, "41 bad of 81 in all, such as .*a.txt:41: invalid UTF-8"),
+        ("a.jsonl", np.random.default_rng(0).bytes(5000), "bad of .* in all, such as .*a.jsonl:"),
+        ("a.jsonl", lines("x" * 500) + b"{}\n" * 2, "2 bad of 3 in all, such as .*a.jsonl:2: no field 'text'"),
     ],
     ids=["bytes", "UTF-16", "half", "no JSON", "other fields"],
 )

@@ -94,6 +94,14 @@ def test_code_that_comes_with_a_tokenizer_never_runs(
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is one, with what to do; the hub's library would try each file again and again."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(DataError, match=r"hub does not answer \(.*refused") as caught:
+        load_tokenizer("nobody/has-this-tokenizer")
+    assert caught.value.fix == "check the network, or give a tokenizer.json"
+
+
 def test_a_tokenizer_saved_by_transformers_has_the_fingerprint_of_its_file(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 

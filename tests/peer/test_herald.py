@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from spes_p2p.consensus.membership import Member
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.herald import commit_lines, coverage, expected_coverage, genesis_lines
+from spes_p2p.peer.herald import (
+    commit_lines,
+    coverage,
+    expected_coverage,
+    genesis_lines,
+    how_to_join,
+    introduction,
+)
+from spes_p2p.sync.joining import waiting_text
+from spes_p2p.sync.organising.seat import vouch_fix
 from tests.sync.chains import A, MadeRun
 from tests.sync.swarm_cases import small_config
 
@@ -20,6 +30,30 @@ def test_a_budget_that_does_not_cover_all_columns_is_warned_of_before_the_run() 
     warning = expected_coverage(small_config("swarm.experts_per_peer=1"))
     assert warning is not None
     assert warning.startswith("warning: 3 peers with 1 columns each cover 3 of 4 expert columns")
+
+
+def test_the_beginning_of_a_run_names_what_it_waits_for() -> None:
+    assert introduction(small_config(peers=2), RUN.info, None)[-1] == "it starts once 2 peers have joined"
+    vouched = small_config("swarm.electors=vouched", peers=2)
+    assert introduction(vouched, RUN.info, None)[-1].endswith("and somebody who may vote is there: one that you vouch "
+                                                              "for, or this node with --serve")  # fmt: skip
+    assert "2 peers are here, but none may vote; the organiser must vouch for one" in waiting_text(vouched, 2)
+    assert all("vote" not in waiting_text(config, 1) for config in (vouched, small_config(peers=2)))
+
+
+def test_an_address_that_only_this_network_reaches_is_said_to_be_one() -> None:
+    home, node = ("/ip4/127.0.0.1/tcp/1/p2p/Qm", "/ip4/192.168.0.7/tcp/1/p2p/Qm"), Path("club node")
+    text = "\n".join(how_to_join("spes1abc", node, home))
+    assert "spes-p2p invite --folder 'club node'" in text
+    assert "this node's address is private" in text
+    public = "\n".join(how_to_join("spes1abc", Path("bootstrap-node"), (*home, "/ip4/8.8.8.8/tcp/1/p2p/Qm")))
+    assert "private" not in public
+    assert "--folder" not in public
+
+
+def test_whom_to_vouch_for_is_a_command_for_this_nodes_folder() -> None:
+    assert "spes-p2p run vouch PEER)" in vouch_fix(Path("bootstrap-node"), [])
+    assert f"spes-p2p run vouch {ANNA} --folder club)" in vouch_fix(Path("club"), [ANNA])
 
 
 def test_coverage_names_what_nobody_owns() -> None:

@@ -13,8 +13,8 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.errors import ConfigError, RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.peer.folder import RUN
-from spes_p2p.peer.mirror import INFO_FILE, Mirror, absent_pieces, kept_run
+from spes_p2p.peer.folder import INFO_FILE, RUN, kept_run
+from spes_p2p.peer.mirror import Mirror, absent_pieces
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.wire import pack

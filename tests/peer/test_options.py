@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
 from spes_p2p.peer.options import (
     NetworkOptions,
     PeerOptions,
     check_columns,
     column_budget,
     config_path,
+    meeting,
     parse_columns,
     parse_data_disk,
     parse_limit,
 )
+from spes_p2p.swarm.invite import Invite, encode
 
 
 @pytest.mark.parametrize(
@@ -43,10 +46,22 @@ def test_columns_that_the_run_does_not_have_are_named() -> None:
         check_columns((0, 8, 9), 8)
 
 
+def test_an_invitation_may_be_in_a_file_with_broken_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    peer = "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
+    word = encode(Invite("tiny", b"f" * 16, PeerId(peer), (f"/ip4/203.0.113.7/tcp/31337/p2p/{peer}",)))
+    Path("invite.txt").write_text(f"spes-p2p join {word[:50]}\n  {word[50:]}\n")
+    assert meeting(("invite.txt",), ()) == meeting((word,), ())
+    with pytest.raises(ConfigError, match=r"nothing\.txt"):
+        meeting(("nothing.txt",), ())
+
+
 def test_a_config_is_a_file_or_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert config_path(Path("tiny")).name == "tiny.yaml"
     assert config_path(Path("runs/mine.yaml")) == Path("runs/mine.yaml")
+    Path("home").mkdir()
+    assert config_path(Path("home")).name == "home.yaml"  # a folder is no config
     Path("small").write_text("run: {run_id: mine}\n")
     assert config_path(Path("small")) == Path("small")
     with pytest.raises(ConfigError, match="no bundled config named tinny"):

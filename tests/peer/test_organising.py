@@ -8,18 +8,29 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli.run import history_text
-from spes_p2p.config.load import load_config
+from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.consensus.membership import Roll
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.organising import history, kept_history
-from spes_p2p.peer.run_file import NewRun, start_run
+from spes_p2p.peer.organising import (
+    MOST_ROUNDS_MORE,
+    after_ban,
+    check_can_fall,
+    first_to_end_with,
+    history,
+    kept_history,
+)
+from spes_p2p.peer.run_file import DECIDED, NewRun, start_run
 from spes_p2p.planning.units import GIB
 from spes_p2p.sync.chain import Chain
+from tests.cli.test_status import ANNA, REPORT, peer
 from tests.peer.real import make_tokens
 from tests.sync.chains import A, MadeRun
 
+ANNAS = peer(ANNA, "member")
 MINE = NewRun("mine", "tiny", "", peers=3, experts_per_peer=3)
 
 
@@ -52,6 +63,62 @@ def test_the_round_that_lets_the_learning_rate_fall_says_so() -> None:
     lines = list(history([commits[0], *fell]))
     assert [line.decay_steps for line in lines] == [0, 500, 0]
     assert history_text(lines).count("the learning rate falls over 500 steps from here on") == 1
+
+
+def test_a_learning_rate_that_has_nowhere_to_fall_to_is_an_error(tmp_path: Path) -> None:
+    config = load_config(bundled_config("tiny"))  # at its lowest from step 1,000 on
+    genesis, first = (commit.manifest for commit in MadeRun().chain(2))
+    check_can_fall(config, replace(genesis, step=0), tmp_path)
+    check_can_fall(config, replace(first, step=900), tmp_path)
+    with pytest.raises(ConfigError, match=r"is already at its lowest \(2.0e-04\): this changes nothing"):
+        check_can_fall(config, replace(first, step=1000), tmp_path)
+
+
+def test_a_second_order_to_let_the_learning_rate_fall_names_the_first(tmp_path: Path) -> None:
+    config, commits = load_config(bundled_config("tiny")), MadeRun().chain(4)
+    falling = replace(commits[3].manifest, decay=Decay(commits[2].manifest.step, 60))
+    with pytest.raises(ConfigError, match=f"falling since step {commits[2].manifest.step}, over 60 steps; this cannot"):
+        check_can_fall(config, falling, tmp_path)
+    chain = Chain(tmp_path / "run" / "chain")
+    for commit in commits[:2]:
+        chain.append(commit)
+    chain.append(replace(commits[2], manifest=replace(commits[2].manifest, decay=falling.decay)))
+    with pytest.raises(ConfigError, match="falling since round 2, over 60 steps"):
+        check_can_fall(config, falling, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("age", "speed", "more"),
+    [(0.0, 1024 / 300, 0), (290.0, 1024 / 300, 1), (0.0, 1024 / 5, 3), (0.0, 1e9, MOST_ROUNDS_MORE), (0.0, 0.0, 0)],
+)
+def test_a_run_ends_with_a_round_of_which_every_peer_has_heard(age: float, speed: float, more: int) -> None:
+    newest = MadeRun().chain(2)[1]
+    report = replace(REPORT, round=1, head_age_seconds=age, peers=(replace(ANNAS, tokens_per_second=speed),))
+    assert first_to_end_with(report, newest) == 2 + more
+
+
+def test_who_bans_hears_whether_those_who_stay_can_go_on() -> None:
+    commit = MadeRun().chain(2)[1]
+    (member,) = commit.manifest.members
+    names = [PeerId(name) for name in ("a", "b", "c")]
+
+    def run_of(count: int) -> Commit:
+        members = tuple(replace(member, peer=name) for name in names[:count])
+        return replace(commit, manifest=replace(commit.manifest, members=members))
+
+    assert after_ban(run_of(3), [PeerId("x")], Faults.CRASH) == after_ban(None, names, Faults.CRASH) == []
+    assert after_ban(run_of(3), names[:1], Faults.CRASH) == ["2 of 3 voters stay: the run goes on with them"]
+    (two,) = after_ban(run_of(2), names[:1], Faults.CRASH)
+    assert two.startswith("1 of 2 voters stay, and a round needs 2: the run stands still for about a minute")
+    assert "byzantine" in after_ban(run_of(3), names[:1], Faults.BYZANTINE)[0]
+    assert "until somebody who may vote has come" in after_ban(run_of(1), names[:1], Faults.CRASH)[0]
+
+
+def test_the_round_with_which_a_run_was_ended_says_so() -> None:
+    commits = MadeRun().chain(4)
+    assert [line.ends for line in history(commits, last_round=2)] == [False, False, False, True]
+    assert not any(line.ends for line in history(commits, last_round=4))
+    assert history_text(list(history(commits, last_round=3))).endswith("the organiser ended the run with this round")
 
 
 def test_who_is_banned_is_named_in_the_round_that_takes_it_up() -> None:
@@ -93,6 +160,18 @@ def test_a_new_run_with_guests_has_tiles_of_whole_rows(tmp_path: Path) -> None:
     assert config.model.guest_rank == 16
     assert config.sync.tile_values == 2**20 // (384 * 7) * (384 * 7)
     assert "guest_rank: 16" in made.path.read_text()
+
+
+def test_a_new_run_says_what_it_cannot_check_and_how_the_learning_rate_goes(tmp_path: Path) -> None:
+    made = start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node")
+    text = "\n".join(made.words)
+    assert "not checked whether the run fits into the volunteers' GPUs: give --gpu-memory" in text
+    assert "comes to its lowest (2.0e-04) at step 1,000" in text
+    assert "spes-p2p run decay), set scheduler.name=wsd" in text
+    wsd = replace(MINE, overrides=("scheduler.name=wsd",))
+    assert "stays until step 800" in start_run(wsd, tmp_path / "wsd.yaml", tmp_path / "node").words[-1]
+    for name in DECIDED:
+        assert f"\n  {name.partition('.')[2]}: " in made.path.read_text()
 
 
 def test_a_new_run_with_too_little_data_is_refused(tmp_path: Path) -> None:

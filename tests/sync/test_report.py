@@ -18,11 +18,12 @@ from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
+from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key, words_key
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.histories import Side
+from spes_p2p.sync.organiser_words import ending
 from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
@@ -120,6 +121,24 @@ def test_a_run_in_progress_with_its_signatures_checked(tmp_path: Path) -> None:
     assert [(column.owners, column.stale_rounds) for column in report.columns] == [((A,), 0)] * 4
     plain = report.to_json()
     assert (plain["round"], plain["live_peers"], plain["peers"][0]["peer"]) == (2, 1, A)
+
+
+def test_a_run_that_its_organiser_has_ended_is_over_from_the_last_round_on(tmp_path: Path) -> None:
+    async def main() -> list[RunReport]:
+        scene = Scene(tmp_path)
+        commits = scene.run.chain(3)
+        await scene.announce_run()
+        await scene.announce_head(commits[-1])
+        await scene.serve(commits)
+        words, said = words_key(scene.run.info.run_id), []
+        for author, last in ((B, 1), (ORGANISER, 3), (ORGANISER, 2)):
+            await scene.publish(scene.peer, words, ending(scene.run.info, last, scene.run.sealer(author)))
+            said.append(await scene.report())
+        return said
+
+    forged, coming, over = run_virtual(main())
+    assert [report.last_round for report in (forged, coming, over)] == [None, 3, 2]
+    assert [report.is_over for report in (forged, coming, over)] == [False, False, True]
 
 
 @pytest.mark.parametrize("faults", ["crash", "byzantine"])

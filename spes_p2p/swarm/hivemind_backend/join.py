@@ -75,7 +75,7 @@ async def meet(
     if not reached:
         raise _nobody(failed)
     for one in () if again else failed[:MOST_SHOWN]:
-        logger.warning("initial peer %s %s", one.address, one.reason)
+        logger.warning("initial peer %s %s; others answer", one.address, one.reason)
     if len(failed) > MOST_SHOWN and not again:
         logger.warning("%d more initial peers do not answer", len(failed) - MOST_SHOWN)
     return _with_our_clock(reached)

@@ -23,7 +23,7 @@ from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
-from spes_p2p.sync.organising.seat import VOUCH_FIX, Duty, Seat
+from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.sync.sealing import SIGNATURES
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
@@ -46,6 +46,7 @@ class Organiser:
         self._run = run
         self._node = node
         self._store = files.store
+        self._folder = files.folder.parent
         self._has_key = node.me == run.info.organiser
         self._waiting: dict[PeerId, _Waiting] = {}
         self._has_asked = False
@@ -109,7 +110,9 @@ class Organiser:
             self._gone(status.peer)
             return
         if status.peer not in self._waiting:
-            self._node.say(f"peer {short(status.peer)} has joined, {len(self._waiting) + 1} of {self._run.min_peers}")
+            count, needed = len(self._waiting) + 1, self._run.min_peers
+            here = f"{count} of {needed}" if count <= needed else f"{count} are here ({needed} are enough)"
+            self._node.say(f"peer {short(status.peer)} has joined, {here}")
         self._waiting[status.peer] = _Waiting(status, now)
         if len(self._waiting) >= self._run.min_peers:
             if not self._has_voter():
@@ -123,7 +126,9 @@ class Organiser:
     def _ask_to_vouch(self) -> None:
         if not self._has_asked:
             self._has_asked = True
-            self._node.say(f"the run can begin when somebody is here who may vote: {VOUCH_FIX}")
+            self._node.say(
+                f"the run can begin when somebody is here who may vote: {vouch_fix(self._folder, self._waiting)}"
+            )
 
     def _has_voter(self) -> bool:
         served = [self._node.me] if self._seat.duty is Duty.SERVER else []

@@ -27,7 +27,7 @@ from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import sign_renewal
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.renewal import LivenessMonitor
-from spes_p2p.sync.organising.seat import VOUCH_FIX, Duty, Seat
+from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.wire import pack, unpack
 
 MOST_ROUNDS_LOST = 10
@@ -124,7 +124,8 @@ class Renewer:
         chosen = monitor.new_members(self._run.min_peers, is_lost, now, admission.is_banned)
         is_served = self._seat.duty is Duty.SERVER
         if chosen and not is_served and not any(admission.may_vote(status.peer) for status in chosen):
-            self._say_once(f"the run can continue when somebody is here who may vote: {VOUCH_FIX}")
+            fix = vouch_fix(self._files.folder.parent, [status.peer for status in chosen])
+            self._say_once(f"the run can continue when somebody is here who may vote: {fix}", "no vote")
             return
         if root is not None and chosen:
             try:

@@ -20,6 +20,7 @@ from spes_p2p.consensus.messages import (
     Intent,
 )
 from spes_p2p.errors import NetworkError, StateError, StorageFull
+from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain, VoteBook
@@ -36,7 +37,12 @@ HELD_BYTES = 2**28
 """What contributions may take of memory here; a trainer allows itself more."""
 INITIAL = frozenset({0})
 RETRY_BEATS = 10
-VOUCH_FIX = "vouch for one with `spes-p2p run vouch PEER`, or start this node with --serve"
+
+
+def vouch_fix(folder: Path, waiting: Iterable[PeerId]) -> str:
+    """What to do where none of those who wait may vote. `folder`: the node's."""
+    command = in_folder(f"spes-p2p run vouch {min(waiting, default='PEER')}", folder, NODE_FOLDER)
+    return f"vouch for one (with {command}), or start this node with --serve"
 
 
 class Duty(Enum):

@@ -1,0 +1,204 @@
+"""The orders of `spes-p2p run`: to end a run, to let its learning rate fall, who may take part, which history counts.
+
+Only flags and what is shown; the work is in `peer/organising.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers, met
+from spes_p2p.cli.showing import told
+from spes_p2p.files import NODE_FOLDER, in_folder
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.options import JoinTarget
+
+NODE = Path(NODE_FOLDER)
+EXAMPLE = "--folder bootstrap-node"
+NodeFolder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of the bootstrap node.")]
+
+
+def _meet(
+    folder: Path,
+    invitation: str | None = None,
+    initial_peers: list[str] | None = None,
+    run_id: str | None = None,
+    fingerprint: str | None = None,
+) -> JoinTarget:
+    """The run that an order is for: the one of the folder, where no other is named. Says which it is."""
+    from spes_p2p.peer.kept_invite import kept_invite
+
+    given = invitation if invitation or initial_peers else kept_invite(folder, EXAMPLE)
+    meeting = replace(met(given, initial_peers, run_id, fingerprint), folder=folder)
+    told(f"run {meeting.run_id or 'at these addresses'} (folder {folder}): asking its nodes")
+    return meeting
+
+
+def stop(
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    folder: NodeFolder = NODE,
+    after_round: Annotated[
+        int | None,
+        typer.Option(help="Last round of the run (default: the first of which all peers hear in time).", min=1),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Ends a run with the organiser's key: peers commit the last round, save and exit. This cannot be undone.
+
+    Example: spes-p2p run stop --folder bootstrap-node
+    """
+    meeting = _meet(folder, invitation, initial_peers, run_id, fingerprint)
+    if not yes:
+        name = f'run "{meeting.run_id}"' if meeting.run_id else "the run"
+        typer.confirm(f"end {name} for everybody? This cannot be undone", abort=True)
+    from spes_p2p.peer.organising import stop_run
+
+    last = stop_run(folder / "identity.key", meeting, after_round, typer.echo)
+    typer.echo(f"the run ends with round {last}, or with one soon after it where the order comes late:")
+    typer.echo("its peers commit that round, save and exit")
+
+
+def decay(
+    steps: Annotated[
+        int, typer.Option(help="Inner steps over which the learning rate falls to its lowest.", min=1, max=10**9)
+    ],
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    folder: NodeFolder = NODE,
+) -> None:
+    """Lets the learning rate fall from the next round on, with the organiser's key. This cannot be undone.
+
+    Example: spes-p2p run decay --steps 2000 --folder bootstrap-node
+    """
+    meeting = _meet(folder, invitation, initial_peers, run_id, fingerprint)
+    from spes_p2p.peer.organising import decay_run
+
+    counts = decay_run(folder, meeting, steps)
+    stop_command = in_folder("spes-p2p run stop", folder, NODE_FOLDER)
+    typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then: {stop_command}")
+
+
+Peers = Annotated[list[str], typer.Argument(metavar="PEER", help="Ids of peers, as status --ids prints them.")]
+Undo = Annotated[bool, typer.Option("--undo", help="Takes back what was said of these peers.")]
+
+
+def vouch(
+    peers: Peers,
+    undo: Undo = False,
+    folder: NodeFolder = NODE,
+) -> None:
+    """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
+
+    In any run it lifts what electors have decided: peers that they banned may come back. Where you had vouched for one
+    before, take that back first (--undo), and let a round pass. With the folder of a peer that votes, it is one
+    elector's word: two thirds of them let a peer vote, too.
+
+    Example: spes-p2p run vouch QmAbc... --folder bootstrap-node
+    """
+    from spes_p2p.peer.kept_invite import kept_invite
+    from spes_p2p.peer.vouching import change_vouches
+    from spes_p2p.swarm.hivemind_backend.identity import signer_of
+    from spes_p2p.swarm.invite import decode
+
+    named = checked_peers(peers)
+    organiser = decode(kept_invite(folder, EXAMPLE)).organiser
+    if signer_of(folder / "identity.key").peer_id != organiser:
+        said = change_vouches(folder, named, undo)
+        typer.echo(f"this peer vouches for: {', '.join(said) or 'nobody'}")
+        typer.echo("it says so while it runs; for whom two thirds of the electors vouch votes from the next round on")
+        return
+    _change_roll(peers, folder, "forgotten" if undo else "vouched")
+
+
+def ban(
+    peers: Peers,
+    undo: Undo = False,
+    folder: NodeFolder = NODE,
+) -> None:
+    """Excludes peers from a run from the next round on, with the organiser's key.
+
+    Says first how many voters stay: where they are too few for a majority, the run stands still for about a minute.
+
+    Example: spes-p2p run ban QmAbc... --folder bootstrap-node
+    """
+    _change_roll(peers, folder, "forgotten" if undo else "banned")
+
+
+def _change_roll(peers: list[str], folder: Path, kind: str) -> None:
+
+    named = checked_peers(peers)
+    meeting = _meet(folder)
+    from spes_p2p.peer.organising import change_roll
+
+    roll, before = change_roll(folder / "identity.key", meeting, typer.echo, **{kind: named})
+    for words, found in (("vouched for", roll.vouched), ("banned", roll.banned)):
+        typer.echo(f"{words}: {', '.join(found) or 'nobody'}")
+    typer.echo("the next round takes it up")
+    known = sorted({*peers}.intersection(before.vouched if before is not None and kind == "vouched" else ()))
+    if known:
+        typer.echo(
+            f"you vouched for {', '.join(known)} before: if electors have banned it since, that goes on;"
+            " to lift it, call this with --undo, let a round pass, and vouch again"
+        )
+    if before is not None and kind == "forgotten" and {*peers} & {*before.banned}:
+        typer.echo(
+            "a ban that is already under way is still carried out once: such a peer may come back from the round after "
+            "next on"
+        )
+
+
+def choose(
+    child: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CHILD",
+            help="First digits of the history to continue, as peers print them (default: list the histories).",
+            show_default=False,
+        ),
+    ] = None,
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    folder: NodeFolder = NODE,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Chooses, with the organiser's key, which of two histories a run continues; peers on the other switch to it.
+
+    Example: spes-p2p run choose 4f0c2a91d3 --folder bootstrap-node
+    """
+    from spes_p2p.swarm.invite import looks_like_invite
+    from spes_p2p.sync.histories import checked_prefix, choose_child
+
+    if child is not None and looks_like_invite(child):
+        child, invitation = None, child
+    digits = None if child is None else checked_prefix(child, "CHILD")
+    meeting = _meet(folder, invitation, initial_peers, run_id, fingerprint)
+    from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
+
+    parted = look_at_histories(meeting)
+    for line in (line for fork in parted.forks for line in fork.texts(time.time())):
+        typer.echo(line)
+    if digits is None:
+        if not parted.forks:
+            typer.echo("the run has only one history: there is nothing to choose")
+        return
+    fork, side = choose_child(parted.forks, digits)
+    check_key(folder / "identity.key", parted.info)
+    for line in fork.lost_texts(side.child):
+        typer.echo(f"lost: {line}")
+    if not yes:
+        typer.confirm(f"continue with {side.name} for everybody?", abort=True)
+    choose_history(folder / "identity.key", meeting, parted, fork, side)
+    typer.echo(f"the run goes on with {side.name}: peers on other histories switch to it as soon as they hear of it")
