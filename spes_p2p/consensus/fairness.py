@@ -5,7 +5,7 @@ with what it heard itself, well before: who was READY when the plan was made, wh
 are whole on its disk. Those that are lost meanwhile do not count, nor does what came so late that the leader may have
 missed it. It is an opinion, no two electors hear the same: it is asked of first proposals alone, and only until more
 leaders were turned down than may lie, since one of them was honest then; whether electors are left out, until all have
-led twice (see `tendermint`). Only runs in which electors may lie ask (`swarm.faults: byzantine`).
+led (see `tendermint`). Only runs in which electors may lie ask (`swarm.faults: byzantine`).
 """
 
 from __future__ import annotations

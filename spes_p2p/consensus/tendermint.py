@@ -10,7 +10,7 @@ in a docstring is one of Algorithm 1. Where we depart from it:
 - A proposal carries its polka (line 28), and a polka moves the valid value in any step (lines 36 to 43).
 - Nobody prevotes, locks or takes for valid what is not on its own disk: `valid(v)` is a judgement that may come late.
 - Whether a value is complete is judged in first proposals alone (lines 22 to 26), and not of the locked value; and
-  only until everybody has led twice, then any will do.
+  only until everybody has led, then any will do.
 - The leader has a deadline too (line 21): it may have nothing to propose.
 - Where a quorum precommitted nil the next ballot begins at once (lines 47 and 65).
 - Without liars (`crash`) a quorum is a majority, and one word of a later ballot is enough to go there (line 55):
@@ -212,8 +212,8 @@ class Tendermint:
         verdict = self.vote.verdicts.get(proposal.value)
         if verdict is None:
             return False
-        all_led_twice = self.vote.ballot >= 2 * len(self.electorate.order)
-        is_free = proposal.polka is None and proposal.value != self.vote.record.locked_value and not all_led_twice
+        all_have_led = self.vote.ballot >= len(self.electorate.order)
+        is_free = proposal.polka is None and proposal.value != self.vote.record.locked_value and not all_have_led
         is_refused = verdict is Verdict.REFUSED or (is_free and verdict is Verdict.INCOMPLETE)
         self.own.prevote(NIL if is_refused else proposal.value)
         return True

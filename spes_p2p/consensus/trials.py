@@ -2,7 +2,7 @@
 
 What one owner hands out of its column alone is what it says. So each peer that has a model looks for itself whether
 the committed one gets worse by it. A column that it finds harmful goes into no state that it builds, and it prevotes
-for no first proposal with it, but keeps to what was locked, and takes any once everybody has led twice: it is an
+for no first proposal with it, but keeps to what was locked, and takes any once everybody has led: it is an
 opinion, and never part of a manifest, since two processors may find another loss. The column keeps its committed values
 for the round.
 """
