@@ -135,8 +135,8 @@ def test_losses_are_those_of_the_trainer_and_slopes_those_of_differences(trained
             return Batch(batch.tokens[at : at + 1], batch.loss_mask[at : at + 1], batch.positions[at : at + 1])
 
         whole = [trainer.evaluate([one(at)]) for at in range(len(batch.tokens))]
-        np.testing.assert_allclose(losses, whole, rtol=1e-5)
-        np.testing.assert_allclose(trial.losses({}), whole, rtol=1e-5)
+        np.testing.assert_allclose(losses, whole, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(trial.losses({}), whole, rtol=1e-5, atol=1e-6)
         for column, change in changes.items():
             base, small = trained.base.block(1 + column), np.float32(0.02)
             up, down = (trial.losses({1 + column: base + sign * small * change}) for sign in (1, -1))
