@@ -58,9 +58,13 @@ def until(what: Callable[[], bool], process: Process, timeout_seconds: float = W
 
 
 def wait_for_step(process: Process, step: int) -> None:
+    """Waits until it makes this step or a later one. What a process before it wrote into the same file is none."""
+    process.read_events()
+    before = len(process.seen)
+
     def reached() -> bool:
         process.read_events()
-        return any(isinstance(event, Step) and event.step >= step for _, event in process.seen)
+        return any(isinstance(event, Step) and event.step >= step for _, event in process.seen[before:])
 
     until(reached, process)
 
