@@ -82,13 +82,13 @@ def _line(event: Event) -> str:
 def _round_line(event: Round) -> str:
     training = event.seconds.get("train", 0.0)
     synced = f"synced in {seconds_text(sum(event.seconds.values()) - training)}"
-    without = " (without this peer)" if event.own_tokens == 0 else ""
+    without = " (without this peer)" if event.own_tokens == 0 and event.roster_size else ""
     parts = [
         f"round {event.round} {event.commit} at step {event.step}: "
         f"{event.roster_size} {'peer' if event.roster_size == 1 else 'peers'}{without}",
         f"{count_text(event.tokens)} tokens",
         "{} sent, {} received".format(*bytes_texts(event.bytes_sent, event.bytes_received)),
-        synced if without and not training else f"trained for {seconds_text(training)}, {synced}",
+        synced if not event.own_tokens and not training else f"trained for {seconds_text(training)}, {synced}",
         f"deadline {seconds_text(event.deadline_seconds)}",
         f"model {event.model_hash[:10]}",
     ]

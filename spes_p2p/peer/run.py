@@ -185,7 +185,7 @@ def _train(
         connection.disk.work_judge = MemoryJudge(config, learning.dataset)
     farewell = Farewell(connection, options)
     say(f"peer {me} has joined at round {tip.manifest.round}")
-    say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
+    say(f"others join with this invitation:\n  {connection.found.contacts.word}")
     facts = LiveFacts(connection)
     around.show(Running(me, info.run_id, options.folder, lambda step: steps_per_round_at(config, step), facts))
     if pause.active:
