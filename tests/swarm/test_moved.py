@@ -51,7 +51,7 @@ def test_the_run_goes_on_without_its_first_node(tmp_path: Path, tokens: Path) ->
         node = swarm.bootstrap("tiny", tokens, [*MICRO, *AGREED])
         one, two = (swarm.peer(name, tokens, LOCAL) for name in ("one", "two"))
         swarm.wait_for_round(1, ["one", "two"])
-        assert "others join with:\n  spes-p2p join spes1" in one.output()
+        assert "others join with this invitation:\n  spes1" in one.output()
         node.end()
         wait_until_named(swarm, one, one, two)
         word = swarm.ask("invite", "--folder", str(one.folder)).strip()
