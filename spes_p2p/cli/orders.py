@@ -15,6 +15,7 @@ import typer
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers, met
 from spes_p2p.cli.showing import told
 from spes_p2p.files import NODE_FOLDER, in_folder
+from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
@@ -63,8 +64,8 @@ def stop(
     from spes_p2p.peer.organising import stop_run
 
     last = stop_run(folder / "identity.key", meeting, after_round, typer.echo)
-    typer.echo(f"the run ends with round {last}, or with one soon after it where the order comes late:")
-    typer.echo("its peers commit that round, save and exit")
+    late = "" if after_round else ", or a few later where the order comes late"
+    typer.echo(f"the run ends with round {last}{late}: its peers commit it, save and exit")
 
 
 def decay(
@@ -85,8 +86,8 @@ def decay(
     from spes_p2p.peer.organising import decay_run
 
     counts = decay_run(folder, meeting, steps)
-    stop_command = in_folder("spes-p2p run stop", folder, NODE_FOLDER)
-    typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then: {stop_command}")
+    command = to_type(in_folder("spes-p2p run stop", folder, NODE_FOLDER))
+    typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then: {command}")
 
 
 Peers = Annotated[list[str], typer.Argument(metavar="PEER", help="Ids of peers, as status --ids prints them.")]
@@ -189,7 +190,7 @@ def choose(
 
     parted = look_at_histories(meeting)
     for line in (line for fork in parted.forks for line in fork.texts(time.time())):
-        typer.echo(line)
+        typer.echo(to_type(in_folder(line, folder, NODE_FOLDER)) if "spes-p2p run choose" in line else line)
     if digits is None:
         if not parted.forks:
             typer.echo("the run has only one history: there is nothing to choose")

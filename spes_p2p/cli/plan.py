@@ -220,7 +220,7 @@ def _fit_table(found: Answer) -> Table:
     wanted = found.question.owned
     title = (
         f"what fits into {gib_text(found.question.memory_bytes or 0)}, less a margin: a row adds an option to those "
-        f"above\ncolumns: the most that fit; micro-batch: the largest that fits with {wanted} of them"
+        f"above\ncolumns: the most that fit; micro-batch: the largest with {wanted} of them"
     )
     table = _table(title, "option", "needs", "columns", "micro-batch")
     for rung in found.search.rungs:

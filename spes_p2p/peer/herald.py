@@ -15,6 +15,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text, span_text
+from spes_p2p.observe.text import to_type
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
 from spes_p2p.swarm.invite import is_public, to_be_shown
 from spes_p2p.sync.finding import SHOWN_DIGITS
@@ -52,7 +53,7 @@ def how_to_join(word: str, folder: Path, addresses: tuple[str, ...]) -> list[str
     lines = [
         f"volunteers join with:\n  spes-p2p join {word}",
         "once peers have joined, get an invitation that lists them too: "
-        + in_folder("spes-p2p invite", folder, NODE_FOLDER),
+        + to_type(in_folder("spes-p2p invite", folder, NODE_FOLDER)),
     ]
     if not any(map(is_public, addresses)):
         lines.append(

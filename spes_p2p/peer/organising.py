@@ -19,6 +19,7 @@ from spes_p2p.consensus.manifest import Decay, Manifest
 from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Admission, Roll, electors
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError, StateError
+from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
@@ -127,17 +128,18 @@ def check_can_fall(config: Config, newest: Manifest, folder: Path) -> None:
 
     `folder`: a node's, whose certificates say in which round it began to.
     """
+    stop_command = in_folder("spes-p2p run stop", folder, NODE_FOLDER)
     if newest.decay is not None:
         raise ConfigError(
             f"the learning rate has been falling since {_begin_of_fall(newest.decay, folder)}, over "
             f"{newest.decay.steps:,} steps; this cannot be changed",
-            fix="end the run when these steps are made: spes-p2p run stop",
+            fix=f"end the run when these steps are made: {stop_command}",
         )
     lowest = config.scheduler.min_ratio * config.optimizer.lr
     if newest.step >= config.scheduler.warmup_steps and learning_rate(config, newest.step + 1) <= lowest * (1 + 1e-6):
         raise ConfigError(
             f"the learning rate is already at its lowest ({lowest:.1e}): this changes nothing",
-            fix="end the run whenever you like (spes-p2p run stop); in the next one set scheduler.name=wsd and "
+            fix=f"end the run whenever you like ({stop_command}); in the next one set scheduler.name=wsd and "
             "scheduler.total_steps beyond what you expect",
         )
 

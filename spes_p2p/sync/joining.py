@@ -54,7 +54,8 @@ def waiting_text(config: Config, here: int) -> str:
     """For what a run waits that has not begun, with so many peers `here`, this one among them."""
     wanted, is_vouched = config.swarm.min_peers, config.swarm.electors == "vouched"
     if is_vouched and here >= wanted:
-        return f"waiting: {here} peers are here, but none may vote; the organiser must vouch for one; Ctrl-C leaves"
+        are = "peer is" if here == 1 else "peers are"
+        return f"waiting: {here} {are} here, but none may vote; the organiser must vouch for one; Ctrl-C leaves"
     are = "is here (this one)" if here == 1 else "are here, with this one"
     return f"waiting for others: {here} of {wanted} peers {are}; the run begins by itself; Ctrl-C leaves"
 
