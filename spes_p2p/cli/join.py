@@ -164,7 +164,6 @@ def join(
     from spes_p2p.config.fingerprint import split_overrides
     from spes_p2p.limits import use_cores
     from spes_p2p.peer.contacts import first_addresses
-    from spes_p2p.peer.early import check_start
     from spes_p2p.peer.options import (
         NetworkOptions,
         PeerOptions,
@@ -218,6 +217,8 @@ def join(
     if config is not None:
         config_path(config)
     first_addresses(options)
+    from spes_p2p.peer.early import check_start  # loads a part of hivemind
+
     check_start(options)
     if cores is not None:
         use_cores(cores)
