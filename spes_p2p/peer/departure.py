@@ -68,7 +68,8 @@ class Departure:
         turn = machine.turn
         if turn is None or not self._connection.is_member():
             return
-        if (machine.stage is Stage.TRAINING or not machine.work.tokens) and not self._connection.others():
+        is_alone = machine.stage is Stage.TRAINING and not self._connection.others()
+        if is_alone or (not machine.work.tokens and not self._is_missed(turn.manifest)):
             loop.save(turn.manifest, loop.values.base, machine.work, final=True)
             return
         self._hand_in(until)
@@ -132,6 +133,11 @@ class Departure:
         loop.moments.wait_until_taken(newest, until)
         while time.monotonic() < until and self._connection.are_others_behind(newest.round):
             self._gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)  # the others get it from who has it
+
+    def _is_missed(self, newest: Manifest) -> bool:
+        """Whether a member of the run, or somebody who will be one, is there to hear that this peer goes."""
+        members = {member.peer for member in newest.members}
+        return any(status.peer in members or not status.intent.leaving for status in self._connection.others())
 
     def _nobody_counts_on_us(self, newest: Manifest) -> bool:
         """Whether the manifest no longer names us, or names only leavers: the last ones are never dropped from it."""

@@ -420,6 +420,20 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
 
 
+def test_who_has_nothing_to_hand_in_and_nobody_to_tell_does_not_wait_for_a_round(story: Story) -> None:
+    """One that left a moment ago still counts as alive, but no round would come of it."""
+    story.others = [SimpleNamespace(round=1, peer=PeerId("gone"), intent=SimpleNamespace(leaving=True))]
+
+    def stop_then(work: Work) -> None:
+        story.commit(counted=True)
+        story.gate.stop()
+
+    story.on_ready = stop_then
+    story.play()
+    assert (len(story.ready), story.left) == (1, False)
+    assert (story.saved[-1][0].round, story.saved[-1][2], story.saved[-1][3]) == (1, Uncounted(), True)
+
+
 def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round that ran was planned before it handed in."""
     story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
