@@ -17,7 +17,7 @@ from spes_p2p.consensus.content import Content, joined_hashes
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.membership import Member, trainers
 from spes_p2p.consensus.messages import plan_hash
 from spes_p2p.consensus.plan_rules import due_blocks
 from spes_p2p.consensus.slices import columns_of_few
@@ -101,14 +101,22 @@ class Fairness:
         return self._state.round.work.ready or self.is_long_enough(LEAST_ROUND, now)
 
     def is_long_enough(self, share: float, now: float) -> bool:
-        """Whether a round has lasted for this share of what rounds took, or somebody has a reason to end it."""
-        current = self._state.round
+        """Whether a round has lasted for this share of what rounds took, or somebody has a reason to end it.
+
+        Before anybody knows what they take, in a run's first round, half of the electors who train must be READY.
+        """
+        current, learnt = self._state.round, self._pace.round_seconds
         if not self._is_asked or self._state.degraded_set:
             return True
         trained = max(now - current.started_at, current.work.seconds)
-        if trained >= share * self._pace.round_seconds:
+        if (learnt or self._state.tip.round) and trained >= share * learnt:
             return True
-        return any(status.work.ready and status.intent.leaving for status in self._members.members_here(now))
+        here = self._members.members_here(now)
+        if any(status.work.ready and status.intent.leaving for status in here):
+            return True
+        training = {member.peer for member in trainers(self._state.tip.members)} & self._state.electors.keys()
+        ready = [status.work.ready for status in here if status.peer in training]
+        return 2 * sum(ready) >= len(ready)
 
     # ---------------------------------------------------------------- whose work is counted
 
