@@ -118,11 +118,12 @@ class CandidateState:
         staging = self._opened()
         return {block.index: staging.block(block.index) for block in self._layout.model_blocks}
 
-    def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
-        """Stages exactly these wire tiles from anywhere on this disk. Returns those that are not here, by id."""
+    def gather(self, slices: Sequence[Slice], joined: Sequence[bytes], exactly: bool = True) -> dict[int, Hash]:
+        """Stages these wire tiles from anywhere on this disk, and no others if `exactly`. Returns those that are not
+        here, by id."""
         wanted = wire_tiles(slices, joined)
         staging = self._opened()
-        tile_ids = range(self._layout.num_model_tiles)
+        tile_ids = range(self._layout.num_model_tiles) if exactly else wanted
         staging.forget(tile_id for tile_id in tile_ids if staging.wire_hash(tile_id) != wanted.get(tile_id))
         missing: dict[int, Hash] = {}
         for tile_id, tile_hash in wanted.items():
@@ -133,6 +134,13 @@ class CandidateState:
                 else:
                     stage_tile(staging, self._outer, tile_id, here, tile_hash)
         return missing
+
+    def has(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> bool:
+        """Whether these wire tiles are staged, all of them."""
+        wanted, staging = wire_tiles(slices, joined).items(), self._work
+        return staging is not None and all(
+            staging.has_wire(at) and staging.wire_hash(at) == name for at, name in wanted
+        )
 
     def build(self, alpha: float) -> tuple[Hash, Merge | None]:
         """The root of the new state from what was gathered; with `alpha` it is merged with neighbours chosen here."""

@@ -6,6 +6,7 @@ Each ends by telling the state machine how it went, if that is still wanted. Wha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -179,9 +180,18 @@ class RoundExecutor:
 
     async def try_columns(self, action: do.Try) -> None:
         """Tries columns on held-out text; nobody is called harmful for damage here."""
-        harmful: frozenset[int] = frozenset()
-        with contextlib.suppress(TileDamaged):  # mended beside
-            harmful = await self._work.harmful(action, self._lock)
+        harmful, are_here = frozenset[int](), False
+        while self._core.wanted.tried(action.columns) and not are_here:
+            try:
+                async with self._lock:
+                    await self._work.bring(action, self._others(), self._open)
+                harmful = await self._work.harmful(action, self._lock)
+                async with self._lock:  # a state that was to be made before may have taken them back meanwhile
+                    are_here = not await self._work.bring(action, self._others(), self._open)
+            except TileDamaged:  # mended beside
+                are_here = True
+            except NetworkError:  # nothing is said of values that nobody has
+                await asyncio.sleep(self._core.state.pace.heartbeat_seconds)
         if self._core.wanted.tried(action.columns):
             names = tuple(column.name for column in action.columns if column.block - 1 in harmful)
             self._tell(on.ColumnsTried(action.columns, names))

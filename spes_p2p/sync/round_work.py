@@ -89,6 +89,12 @@ class RoundWork(Protocol):
     async def audit_work(self, entry: Contribution) -> str | None:
         """What is found of work that the tip counts (see `Verdict`); None where nothing can be said."""
 
+    async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
+        """Stages the values of columns again that a state without them has taken back since; whether there were any.
+
+        `open_` makes ready for writing. Raises NetworkError, TileDamaged.
+        """
+
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
 

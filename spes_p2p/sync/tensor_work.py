@@ -185,6 +185,15 @@ class TensorWork:
     async def audit_work(self, entry: Contribution) -> str | None:
         return await self._disk.audit_work(entry)
 
+    async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
+        slices = [piece for column in action.columns for piece in column.pieces]
+        joined = [part for column in action.columns for part in column.hashes]
+        if self._candidate.has(slices, joined):
+            return False
+        open_()
+        await self._gather(slices, joined, holders, exactly=False)
+        return True
+
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         judge = self._disk.judge()
         if judge is None:
@@ -210,9 +219,11 @@ class TensorWork:
         if root != manifest.state_root:
             raise RemoteProtocolError("its tiles do not hash to its root")
 
-    async def _gather(self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId]) -> None:
-        """Exactly these wire tiles; what is not on this disk is fetched."""
-        missing = await self._tasks.in_thread(lambda: self._candidate.gather(slices, joined))
+    async def _gather(
+        self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId], exactly: bool = True
+    ) -> None:
+        """These wire tiles, and no others if `exactly`; what is not on this disk is fetched."""
+        missing = await self._tasks.in_thread(lambda: self._candidate.gather(slices, joined, exactly))
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._candidate.add(tiles))

@@ -230,6 +230,9 @@ class SymbolWork:
         await Pause(self._around.work_seconds())
         return self._around.finds_work(entry)
 
+    async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
+        return False
+
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         await Pause(self._around.work_seconds())
         return frozenset(column.block - 1 for column in action.columns if self._around.finds_harmful(column.name))
