@@ -17,7 +17,7 @@ from spes_p2p.consensus.content import Content, joined_hashes
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.membership import Member, trainers
+from spes_p2p.consensus.membership import Member, trainers, weightless
 from spes_p2p.consensus.messages import plan_hash
 from spes_p2p.consensus.plan_rules import due_blocks
 from spes_p2p.consensus.slices import columns_of_few
@@ -112,7 +112,8 @@ class Fairness:
         if (learnt or self._state.tip.round) and trained >= share * learnt:
             return True
         here = self._members.members_here(now)
-        if any(status.work.ready and status.intent.leaving for status in here):
+        waiting = weightless(self._state.tip.members)  # anybody may bring many of these, to leave one by one
+        if any(s.work.ready and s.intent.leaving and s.peer not in waiting for s in here):
             return True
         training = {member.peer for member in trainers(self._state.tip.members)} & self._state.electors.keys()
         ready = [status.work.ready for status in here if status.peer in training]

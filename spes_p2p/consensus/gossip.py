@@ -33,6 +33,9 @@ from spes_p2p.consensus.state import (
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId, sha256
 
+MOST_PROOFS = 16
+"""That somebody lies, in one message: the others come once a manifest has banned these."""
+
 
 class Gossip:
     """Turns the state into messages."""
@@ -185,9 +188,9 @@ class Gossip:
         return tuple(one for one in (*now, *before) if _once(sent, ("accusation", one.author, one.value.report)))
 
     def _equivocations_for(self, sent: set[object]) -> tuple[Equivocation, ...]:
-        """Of members: once a manifest has banned them everybody has it."""
-        known = self._others.equivocations
-        return tuple(one for author, one in known.items() if _once(sent, ("equivocation", author)))
+        """Of electors: once a manifest has banned them everybody has it."""
+        known = [one for one in self._others.equivocations.values() if one.author in self._state.electors]
+        return tuple(one for one in known[:MOST_PROOFS] if _once(sent, ("equivocation", one.author)))
 
     def _verdicts_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Verdict], ...]:
         """Ours, and with each heartbeat those of electors that do not reach them."""

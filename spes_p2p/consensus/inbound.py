@@ -161,13 +161,11 @@ class Inbound:
         return self._audits.hear(signed, self._is_of_our_plan(signed.value.report))
 
     def _hear_equivocation(self, evidence: Equivocation) -> None:
-        """Two signed words of one member are proof, whoever brings them."""
+        """Two signed words of one elector are proof, whoever brings them. Others have no vote, and as many keys as they
+        like: their proofs would fill messages and the list of who is banned."""
         is_asked = self._rules.faults is Faults.BYZANTINE
-        if is_asked and evidence.is_proof(self._rules.fingerprint) and self._names(evidence.author):
+        if is_asked and evidence.is_proof(self._rules.fingerprint) and evidence.author in self._state.electors:
             self._voting.accuse(evidence)
-
-    def _names(self, peer: PeerId) -> bool:
-        return any(member.peer == peer for member in self._state.tip.members)
 
     def _is_of_our_plan(self, signed: Signed[Report]) -> bool:
         """Whether another may report this of a slice of our plan."""

@@ -199,10 +199,10 @@ def banned_after(
 
 
 def _voted_twice(rules: RunRules, parent: Manifest, said: Iterable[Equivocation]) -> dict[PeerId, Equivocation]:
-    """Members that are proven to lie, by the first proof each. With `crash` electors lose records, but do not lie."""
+    """Electors that are proven to lie, by the first proof each. With `crash` they lose records, but do not lie."""
     proofs = [one for one in said if rules.faults is Faults.BYZANTINE and one.is_proof(rules.fingerprint)]
-    named = {member.peer for member in parent.members}
-    return {one.author: one for one in reversed(proofs) if one.author in named}
+    voting = {member.peer for member in electors(parent.members)}
+    return {one.author: one for one in reversed(proofs) if one.author in voting}
 
 
 def audited_after(

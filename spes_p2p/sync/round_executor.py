@@ -190,7 +190,7 @@ class RoundExecutor:
                     are_here = not await self._work.bring(action, self._others(), self._open)
             except TileDamaged:  # mended beside
                 are_here = True
-            except NetworkError:  # nothing is said of values that nobody has
+            except (NetworkError, RemoteProtocolError):  # nothing is said of values that nobody has
                 await asyncio.sleep(self._core.state.pace.heartbeat_seconds)
         if self._core.wanted.tried(action.columns):
             names = tuple(column.name for column in action.columns if column.block - 1 in harmful)

@@ -92,7 +92,7 @@ class RoundWork(Protocol):
     async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
         """Stages the values of columns again that a state without them has taken back since; whether there were any.
 
-        `open_` makes ready for writing. Raises NetworkError, TileDamaged.
+        `open_` makes ready for writing. Raises NetworkError, RemoteProtocolError, TileDamaged.
         """
 
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:

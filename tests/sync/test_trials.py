@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.actions import Try
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import leader_order
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
+from spes_p2p.sync.tensor_work import TensorWork
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config
 
@@ -104,6 +108,37 @@ def test_a_harmful_column_keeps_its_values_and_the_others_go_on(folder: Path, se
         assert {member.peer for member in late[-1].members} >= set(NAMES)
 
     in_swarm(folder, play, config_of(*SETTINGS[setting]))
+
+
+def test_a_column_is_tried_by_its_own_values_though_a_state_without_it_is_made_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making another state takes back what was staged of it: by its old values it would harm nobody."""
+    real, taken_back = TensorWork.harmful, set[tuple[int, tuple[bytes, ...]]]()
+
+    async def harmful(self: TensorWork, action: Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+        key = id(self), tuple(column.name for column in action.columns)
+        if key not in taken_back:
+            taken_back.add(key)
+            self._candidate._opened().forget(
+                at for column in action.columns for p in column.pieces for at in p.tile_ids
+            )
+        return await real(self, action, lock)
+
+    async def play(swarm: MemorySwarm) -> None:
+        await start(swarm)
+        await swarm.until_round(2)
+        lies(swarm, 1)
+        first = swarm.peers[PeerId("a")].round + 2
+        await swarm.until_round(first + 2)
+        late = [commit.manifest for commit in commits(swarm, "a") if commit.manifest.round > first]
+        assert not any(1 in handed_out(manifest) for manifest in late)
+        assert set().union(*map(handed_out, late)) == {0, 2, 3}
+        check_agreement(swarm)
+
+    monkeypatch.setattr(TensorWork, "harmful", harmful)
+    in_swarm(folder, play, config_of())
+    assert taken_back
 
 
 def test_honest_columns_are_tried_once_by_each_and_all_handed_out(folder: Path) -> None:

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from spes_p2p.consensus.content import Content
+from spes_p2p.consensus.content import Content, Envelope, Equivocation
+from spes_p2p.consensus.electorate import NIL
+from spes_p2p.consensus.events import MessageReceived
 from spes_p2p.consensus.fairness import Fairness
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Prevote, Signed
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.attackers.leaders import LEADERS
-from spes_p2p.testing.sim_liars import CalmWorld, play
+from spes_p2p.testing.sim_liars import LIAR, CalmWorld, play
 
 SEED, SECONDS = 7, 30.0
 """Of a run in which the liar leads, somebody joins and somebody dies at the right times."""
@@ -70,13 +76,59 @@ def test_nobody_stops_for_a_leader_that_closes_a_round_as_it_begins() -> None:
     assert min(one.tokens for one in world.committed) >= 0.75 * min(one.tokens for one in honest.committed)
 
 
-def test_votes_of_two_kinds_meet_and_ban_their_author() -> None:
+def test_in_the_first_round_nobody_stops_before_half_of_the_electors_are_ready() -> None:
+    """Nobody has learnt yet how long a round takes."""
+    world, kept_on, stopped = CalmWorld(None, SEED), 0, 0
+    while world.now < SECONDS and world.step() and not world.committed:
+        core = world.peers[PeerId("p1")].core
+        if core is None or core.state.round.work.ready:
+            continue
+        here = core._parts.members.members_here(world.now)
+        if 2 * sum(status.work.ready for status in here) < len(here):
+            kept_on += not core._parts.fairness.may_stop(world.now)
+            stopped += core.state.round.close_asked
+    assert kept_on > 0
+    assert stopped == 0
+
+
+def test_votes_of_two_kinds_ban_their_author() -> None:
     world = play(TWO_VOTES, SEED, SECONDS)
     assert banned(world) == set(world.liars)
     assert world.is_one_history()
 
 
-@pytest.mark.sampled(4)
+def test_two_votes_that_nobody_has_heard_both_of_meet_in_the_next_round() -> None:
+    """One elector alone has heard another one than all others: it tells one of them, and any proof bans."""
+    world, told = CalmWorld(None, SEED), False
+    while world.now < SECONDS and world.step() and not banned(world):
+        core = world.peers[PeerId("p1")].core
+        before = None if core is None else core.state.others.votes_before
+        if told or core is None or before is None or core.state.round.has_told_votes or LIAR not in before.prevotes:
+            continue
+        liar = world.peers[LIAR].core
+        assert liar is not None
+        said = replace(before.prevotes[LIAR].value, value=NIL)
+        before.prevotes[LIAR] = liar.state.identity.sealer.seal(said)
+        told = True
+    assert told
+    assert banned(world) == {LIAR}
+
+
+def test_proofs_against_who_has_no_vote_are_not_taken() -> None:
+    """Anybody has as many keys as it likes: their proofs would fill messages and the list of who is banned."""
+    world = play(None, SEED, SECONDS / 3)
+    core = world.peers[PeerId("p1")].core
+    assert core is not None
+    state = core.state
+    for author, is_taken in ((PeerId("stranger"), False), (LIAR, True)):
+        vote = Prevote(state.rules.fingerprint, state.tip_hash, 0, NIL)
+        pair = tuple(Signed(replace(vote, value=value), author, b"", b"") for value in (NIL, state.tip_hash))
+        named = [*state.tip.members, *([Member(author, 1, False, 0)] if author != LIAR else [])]
+        state.round.tip = replace(state.tip, members=tuple(sorted(named)))
+        core.handle(MessageReceived(Envelope(PeerId("p2"), equivocations=(Equivocation(prevotes=pair),))), world.now)
+        assert (author in state.others.equivocations) == is_taken
+
+
 @pytest.mark.parametrize("attack", LEFT_OUT)
 def test_others_would_vote_for_all_of_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def takes_anything(self: Fairness, content: Content, now: float) -> bool:
