@@ -14,6 +14,7 @@ its own rows alone: those are what `take_out` and `put_away` know, and others mu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,9 @@ class Halves:
         """The rows of which both halves are here."""
         return self.share.rows(self.upper.shape[-2])
 
-    def of(self, index: object) -> Halves:
-        """Those of one matrix of several, as views."""
-        return Halves(self.upper[index], self.lower[index], self.share)  # type: ignore[index]
+    def of(self, index: int | slice | EllipsisType) -> Halves:
+        """Those of one matrix of several, of some or of all, as views."""
+        return Halves(self.upper[index], self.lower[index], self.share)
 
     def write(self, values: Tensor, rows: slice = slice(None)) -> None:
         """Takes the values of these rows of a matrix over, fp32 [rows, in]."""

@@ -8,10 +8,11 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,9 +86,9 @@ class Outcome:
     """Names the code that decides it, see `code_hash`; empty in files of older versions."""
 
     @staticmethod
-    def read(plain: dict[str, object]) -> Outcome:
-        points = tuple(Point(**point) for point in plain.pop("points"))  # type: ignore[attr-defined]
-        return Outcome(**plain, points=points)  # type: ignore[arg-type]
+    def read(plain: Mapping[str, Any]) -> Outcome:
+        """From what `json` made of one."""
+        return Outcome(**{**plain, "points": tuple(Point(**point) for point in plain["points"])})
 
     def line(self, after: str) -> str:
         """The outcome as it is said while others still train."""
