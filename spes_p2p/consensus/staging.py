@@ -207,6 +207,8 @@ class Staging:
         current = self._state.round
         for key in keys:
             current.staged.pop(key, None)
+        if any(piece.key not in current.staged for column in current.trying for piece in column.pieces):
+            current.trying = ()
         current.building = current.outcome = None
 
     def verified(self, manifest: Hash, now: float) -> None:

@@ -31,6 +31,7 @@ from spes_p2p.state.version import (
 )
 
 _DECODED_FOLDER = "decoded"
+_ASIDE_FOLDER = "aside"
 
 
 class Staging:
@@ -63,8 +64,10 @@ class Staging:
         wire_hashes = finished.wire_hashes if finished else ()
         known = {tile_id: tile_hash for tile_id, tile_hash in enumerate(wire_hashes) if tile_hash != NO_HASH}
         wire = TileArea(folder / WIRE_FOLDER, layout, known, encoded=True)
+        self._aside = TileArea(folder / _ASIDE_FOLDER, layout, encoded=True)
+        """Wire tiles that were taken back: others, or a later proposal, may want them yet."""
         if self._resumed:
-            shutil.rmtree(folder / _DECODED_FOLDER, ignore_errors=True)
+            self._remove_spare_areas()
         self.areas = Areas(layout, parent, TileArea(folder, layout), wire, TileArea(folder / _DECODED_FOLDER, layout))
 
     def write_tile(
@@ -117,8 +120,9 @@ class Staging:
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The staged bytes with this wire or state hash, or None."""
-        found = self.areas.wire.find(tile_hash) or self.areas.state.find(tile_hash)
-        return self.finished.find(tile_hash) if found is None and self.finished else found
+        found = (area.find(tile_hash) for area in (self.areas.wire, self.areas.state, self._aside))
+        first = next((data for data in found if data is not None), None)
+        return self.finished.find(tile_hash) if first is None and self.finished else first
 
     def block(self, index: int) -> Values:
         """A block as it is before the merge: staged wire tiles, the parent's values elsewhere. Read-only.
@@ -139,9 +143,13 @@ class Staging:
         return self.parent.block(index)
 
     def forget(self, tile_ids: Iterable[int]) -> None:
-        """Takes staged wire tiles back: these tiles keep the parent's values."""
+        """Takes staged wire tiles back: these tiles keep the parent's values. `find` goes on finding them."""
         self._check_writable()
         forgotten = tuple(tile_ids)
+        with self._room_or_gone():
+            for tile_id in forgotten:
+                if tile_hash := self.areas.wire.hashes.get(tile_id):
+                    self._aside.write(self.layout.tiles[tile_id], self.areas.wire.tile(tile_id), tile_hash)
         self.areas.wire.forget(forgotten)
         if self.layout.has_momentum:
             self.areas.decoded.forget(map(self.layout.momentum_tile, forgotten))
@@ -184,7 +192,7 @@ class Staging:
         self._check_open()
         if self.finished is None:
             raise LocalProtocolError(f"the staging of round {self.round} is not finished", fix="call finish() first")
-        shutil.rmtree(self.areas.decoded.folder, ignore_errors=True)
+        self._remove_spare_areas()
         version = self._publish(self)
         self._open = False
         return version
@@ -195,6 +203,10 @@ class Staging:
             if self._open:
                 self._open = False
                 remove_folder(self.folder)
+
+    def _remove_spare_areas(self) -> None:
+        for name in (_DECODED_FOLDER, _ASIDE_FOLDER):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _write(self, area: TileArea, tile_id: int, data: TileData, tile_hash: Hash | None) -> Hash:
         self._check_writable()

@@ -6,7 +6,6 @@ Each ends by telling the state machine how it went, if that is still wanted. Wha
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -191,7 +190,9 @@ class RoundExecutor:
             except TileDamaged:  # mended beside
                 are_here = True
             except (NetworkError, RemoteProtocolError):  # nothing is said of values that nobody has
-                await asyncio.sleep(self._core.state.pace.heartbeat_seconds)
+                if self._core.wanted.tried(action.columns):
+                    self._tell(on.SlicesLost(tuple(piece.key for column in action.columns for piece in column.pieces)))
+                return
         if self._core.wanted.tried(action.columns):
             names = tuple(column.name for column in action.columns if column.block - 1 in harmful)
             self._tell(on.ColumnsTried(action.columns, names))

@@ -231,7 +231,13 @@ class SymbolWork:
         return self._around.finds_work(entry)
 
     async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
-        return False
+        slices = [piece for column in action.columns for piece in column.pieces]
+        joined = [part for column in action.columns for part in column.hashes]
+        if all(map(self._disk.has, slices, joined)):
+            return False
+        open_()
+        await self._gather(slices, joined, holders)
+        return True
 
     async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
         await Pause(self._around.work_seconds())

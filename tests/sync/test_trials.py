@@ -17,6 +17,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.actions import Try
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import leader_order
+from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
@@ -139,6 +140,32 @@ def test_a_column_is_tried_by_its_own_values_though_a_state_without_it_is_made_m
     monkeypatch.setattr(TensorWork, "harmful", harmful)
     in_swarm(folder, play, config_of())
     assert taken_back
+
+
+def test_values_to_be_tried_that_nobody_has_any_more_are_handed_out_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that waited for them would wait for ever."""
+    lost = set[tuple[int, tuple[bytes, ...]]]()
+    real = TensorWork.bring
+
+    async def bring(self: TensorWork, action: Try, *more: Any) -> bool:
+        key = id(self), tuple(column.name for column in action.columns)
+        if key not in lost:
+            lost.add(key)
+            raise PeerSilent("nobody")
+        return await real(self, action, *more)
+
+    async def play(swarm: MemorySwarm) -> None:
+        judges = await start(swarm)
+        await swarm.until_round(ROUNDS)
+        assert all(handed_out(commit.manifest) == {0, 1, 2, 3} for commit in commits(swarm, "a")[1:ROUNDS])
+        assert all(judge.tried for judge in judges.values())
+        check_agreement(swarm)
+
+    monkeypatch.setattr(TensorWork, "bring", bring)
+    in_swarm(folder, play, config_of())
+    assert lost
 
 
 def test_honest_columns_are_tried_once_by_each_and_all_handed_out(folder: Path) -> None:
