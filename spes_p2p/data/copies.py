@@ -19,8 +19,7 @@ from spes_p2p.data.feed import Feed
 from spes_p2p.data.held import MOST_SPANS, Held
 from spes_p2p.data.leases import Leases, count
 from spes_p2p.data.memmap import TokenSequences
-from spes_p2p.data.mixture import MixedOrder
-from spes_p2p.data.order import Order
+from spes_p2p.data.order import MixedOrder, Order
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.ids import PeerId
 

@@ -171,7 +171,9 @@ class Feed:
 
     def missing(self, most: int) -> Missing:
         """The next pieces to fetch, at most so many."""
-        self._try_disk_again()
+        if self._full_until is not None and self._now() > self._full_until:
+            self._full_until = None
+            self.cache.grow_again()
         with self._news:
             urgent, planned = self._urgent, self._ahead()
         absent = planned[~self.cache.has(planned)][:most]
@@ -203,11 +205,6 @@ class Feed:
                 f"{error}; training continues with {held / 1e6:.2g} MB of data on disk, and may have to wait for more"
             )
 
-    def _try_disk_again(self) -> None:
-        if self._full_until is not None and self._now() > self._full_until:
-            self._full_until = None
-            self.cache.grow_again()
-
     def _ahead(self) -> NDArray[np.int64]:
         """What there is room for: never more, or what comes would push out what has come."""
         room = max(0, self.cache.capacity - len(self._urgent))
@@ -224,8 +221,6 @@ class PieceDataset:
     """A dataset of which pieces come from others as they are needed. What only its tokenizer knows is not known."""
 
     feed: Feed
-    vocab_size: int | None = None
-    eos_id: int | None = None
     tokenizer: str | None = None
 
     @property

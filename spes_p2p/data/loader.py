@@ -23,10 +23,8 @@ from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences, count_sequences
-from spes_p2p.data.mixture import MixedOrder
-from spes_p2p.data.order import Order
+from spes_p2p.data.order import MixedOrder, Order
 from spes_p2p.data.pieces import Catalogue, hashes_of_parts
-from spes_p2p.data.repetition import has_repetition
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataNotReady, LocalProtocolError
 from spes_p2p.ids import PeerId, short
 
@@ -157,22 +155,15 @@ class LeasedLoader(_Loader):
 
     def __init__(self, dataset: AnyDataset, config: Config, ranges: Ranges = (), offset: int = 0) -> None:
         super().__init__(dataset, config, RUN_STREAM)
-        self._ranges, self._offset = ranges, offset
-        self._need_rest()
-
-    @property
-    def ranges(self) -> Ranges:
+        self.ranges = ranges
         """What this peer holds by the newest certificate."""
-        return self._ranges
-
-    @property
-    def consumed(self) -> int:
+        self.consumed = offset
         """Sequences at the front of the held ranges that were handed out by `next_batch`."""
-        return self._offset
+        self._need_rest()
 
     def remaining(self) -> int:
         """Leased sequences that `next_batch` has not handed out yet."""
-        return count(self._ranges) - self._offset
+        return count(self.ranges) - self.consumed
 
     def next_batch(self, sequences: int) -> Batch:
         """The next `sequences` leased sequences.
@@ -184,7 +175,7 @@ class LeasedLoader(_Loader):
                 f"a batch of {sequences} sequences was asked for, but only {self.remaining()} are leased"
             )
         batch = self._batch(self._next_positions(sequences))
-        self._offset += sequences
+        self.consumed += sequences
         if self._reader.sequences.is_tight:
             self._need_rest()
         if sequences <= self.remaining():
@@ -199,22 +190,22 @@ class LeasedLoader(_Loader):
         return self._reader.sequences.wait(wanted, should_stop)
 
     def _next_positions(self, sequences: int) -> NDArray[np.int64]:
-        taken, _ = take(take(self._ranges, self._offset)[1], sequences)
+        taken, _ = take(take(self.ranges, self.consumed)[1], sequences)
         return _positions(taken)
 
     def _need_rest(self) -> None:
         """What is leased and not read yet should be fetched, where data comes from others."""
         if self._reader.sequences.come_from_others:
-            unread = take(take(self._ranges, self._offset)[1], MOST_AHEAD)[0]
+            unread = take(take(self.ranges, self.consumed)[1], MOST_AHEAD)[0]
             self._reader.sequences.need(self._order.sequences_at(_positions(unread)))
 
     def use(self, ranges: Ranges, consumed: int) -> None:
         """Goes on with what a new certificate says that this peer holds, after the first `consumed` positions of it."""
-        self._ranges, self._offset = ranges, consumed
+        self.ranges, self.consumed = ranges, consumed
         self._need_rest()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ranges": [list(span) for span in self._ranges], "offset": self._offset}
+        return {"ranges": [list(span) for span in self.ranges], "offset": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The very next batch is the one that would have come after `state_dict`. Raises CheckpointError."""
@@ -358,3 +349,48 @@ def _positions(ranges: Ranges) -> NDArray[np.int64]:
 
 def _damaged_state(error: Exception) -> CheckpointError:
     return CheckpointError(f"the saved data position is damaged: {error!r}", fix="resume from an older checkpoint")
+
+
+MAX_PERIOD = 13
+MIN_REPEATS = 32
+_STRIDE = 8
+
+
+def has_repetition(
+    tokens: NDArray[np.integer], max_period: int = MAX_PERIOD, min_repeats: int = MIN_REPEATS
+) -> NDArray[np.bool_]:
+    """Which rows of `tokens` [B, S] repeat 1 to `max_period` tokens `min_repeats` times on end -> bool [B].
+
+    Log spam and tables of zeros spoil training; the published SPES configs leave them out of the loss in this way.
+    A pattern of period p repeats r times where token[i] == token[i + p] holds for p * (r - 1) neighbouring i.
+    """
+    found = np.zeros(len(tokens), dtype=bool)
+    for period in range(1, max_period + 1):
+        run = period * (min_repeats - 1)
+        if run + period > tokens.shape[1]:
+            break
+        rows = np.flatnonzero(~found & _may_have_run(tokens, period, run))
+        if len(rows):
+            found[rows] = _has_run(tokens[rows, period:] == tokens[rows, :-period], run)
+    return found
+
+
+def _may_have_run(tokens: NDArray[np.integer], period: int, run: int) -> NDArray[np.bool_]:
+    """False where a look at every eighth token shows that there is no such run: real text is done with after this.
+
+    A run of 24 or more covers three neighbouring multiples of eight.
+    """
+    if run < 3 * _STRIDE:
+        return np.ones(len(tokens), dtype=bool)
+    same = tokens[:, period::_STRIDE] == tokens[:, :-period:_STRIDE]
+    return np.any(same[:, :-2] & same[:, 1:-1] & same[:, 2:], axis=1, keepdims=True)[:, 0]
+
+
+def _has_run(flags: NDArray[np.bool_], length: int) -> NDArray[np.bool_]:
+    """Which rows of `flags` [B, N] are true at `length` neighbours; the window doubles, so log2(length) passes."""
+    window = 1
+    while window < length:
+        step = min(window, length - window)
+        flags = flags[:, :-step] & flags[:, step:]
+        window += step
+    return np.any(flags, axis=1, keepdims=True)[:, 0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,23 +20,6 @@ from spes_p2p.errors import DataError
 
 OPEN_FILES = 128
 """Memory maps kept open; each one holds a file descriptor."""
-
-
-class Tokens(Protocol):
-    """A dataset's tokens by number. What is not on this machine must be waited for before it is read."""
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether the last `need` asked for more than fits at once, so that it must be repeated once some was read."""
-        ...
-
-    def need(self, starts: NDArray[np.int64], length: int, always: bool = False) -> None: ...
-
-    def wait(self, starts: NDArray[np.int64], length: int, should_stop: Callable[[], bool]) -> bool: ...
-
-    def ask(self, starts: NDArray[np.int64], length: int, most_bytes: int) -> bool: ...
-
-    def read_into(self, row: NDArray[np.int64], start: int) -> None: ...
 
 
 class TokenSequences:
@@ -51,7 +33,7 @@ class TokenSequences:
         parts: Sequence[int] = (),
     ) -> None:
         """`parts`: tokens of each of several datasets in it; none: it is one. Raises DataError for other tokens."""
-        self._tokens: Tokens = dataset.feed if isinstance(dataset, PieceDataset) else MappedTokens(dataset)
+        self._tokens = dataset.feed if isinstance(dataset, PieceDataset) else MappedTokens(dataset)
         self.sequence_length = sequence_length
         parts = parts or (dataset.tokens,)
         if sum(parts) != dataset.tokens:
@@ -77,7 +59,7 @@ class TokenSequences:
 
     @property
     def is_tight(self) -> bool:
-        """See `Tokens`."""
+        """Whether the last `need` asked for more than fits at once, so that it must be repeated once some was read."""
         return self._tokens.is_tight
 
     def starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -156,7 +156,8 @@ class _Run:
         folder, limit = self._workspace.folder, settings.max_shard_bytes
         with ShardWriter(folder, unit.stem, settings.dtype, limit, progress.shards) as writer:
             for batch, encoded in results:
-                self._refuse_if_strict(batch, encoded)
+                if self._options.strict and encoded.bad:
+                    raise _bad_line(_examples(batch, encoded)[0])
                 skip = min(progress.skip_tokens, len(encoded.tokens))
                 for written in writer.write(encoded.tokens[skip:]):
                     finished = replace(progress, skip_tokens=skip + written, shards=writer.finished)
@@ -167,10 +168,6 @@ class _Run:
                     break
         _refuse_if_no_text(unit, progress)
         self._workspace.save(unit, replace(progress, shards=writer.finished, done=True))
-
-    def _refuse_if_strict(self, batch: _Batch, encoded: Encoded) -> None:
-        if self._options.strict and encoded.bad:
-            raise _bad_line(_examples(batch, encoded)[0])
 
     def _tell(self, batch: _Batch) -> None:
         """Bytes of the input as stored; what earlier runs did counts."""

@@ -18,7 +18,7 @@ from spes_p2p.errors import ConfigError
 
 MAX_URLS = 16
 MAX_URL_CHARACTERS = 512
-_HF = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.%-]+))?(?:/(.*))?", re.ASCII)
+HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.%-]+))?(?:/(.*))?", re.ASCII)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -48,7 +48,7 @@ class WebFolder:
 
     def of(self, name: str) -> str:
         """The address of one file in it."""
-        found = _HF.fullmatch(self.url)
+        found = HUB_DATASET.fullmatch(self.url)
         if found is None:
             return f"{self.url.rstrip('/')}/{quote(name)}"
         from huggingface_hub import hf_hub_url  # takes long to import
@@ -84,7 +84,7 @@ def checked_url(text: str, is_own: bool = False) -> str:
             fix="shorten it, and percent-encode what is not ASCII",
         )
     if parts.scheme == "hf":
-        if not _HF.fullmatch(text) or ".." in text:
+        if not HUB_DATASET.fullmatch(text) or ".." in text:
             raise ConfigError(f"{shown} names no dataset on the hub", fix="write hf://datasets/OWNER/NAME/FOLDER")
     elif parts.scheme not in ("https", "http") or not host:
         raise ConfigError(

@@ -15,7 +15,7 @@ from spes_p2p.data.leases import Leases
 from spes_p2p.data.loader import spans_of
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
-from spes_p2p.data.web_mirrors import WebMirrors
+from spes_p2p.data.web_shards import WebMirrors
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest

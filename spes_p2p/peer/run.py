@@ -17,7 +17,7 @@ from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, check_datasets, need_held_out, open_dataset
-from spes_p2p.data.mixture import handed_out
+from spes_p2p.data.order import handed_out
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic

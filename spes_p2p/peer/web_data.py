@@ -10,8 +10,7 @@ from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.manifest import MANIFEST, Dataset, Manifest, dataset_dtype
 from spes_p2p.data.pieces import Catalogue, PieceGrid
 from spes_p2p.data.web_client import WebClient
-from spes_p2p.data.web_mirrors import WebMirrors
-from spes_p2p.data.web_shards import WebShards, read_catalogue, read_manifest
+from spes_p2p.data.web_shards import WebMirrors, WebShards, read_catalogue, read_manifest
 from spes_p2p.data.web_url import WebAccess, WebFolder, checked_url, needs_consent
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
 from spes_p2p.exchange.pieces import DataTraffic

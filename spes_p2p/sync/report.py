@@ -217,7 +217,7 @@ async def read_run(
 def _mix(config: Config, commit: Commit) -> tuple[MixedDataset, ...]:
     if not config.data.datasets:
         return ()
-    from spes_p2p.data.mixture import handed_out  # loads numpy
+    from spes_p2p.data.order import handed_out  # loads numpy
 
     given = handed_out(config.data, commit.manifest.leases.cursor)
     return tuple(MixedDataset(name, dataset, given[name]) for name, _, dataset in config.data.datasets)

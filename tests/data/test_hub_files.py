@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.data.hub_files import find_hub_files
-from spes_p2p.data.readers import SUFFIXES
+from spes_p2p.data.readers import SUFFIXES, find_hub_files
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import DataError, NetworkError
 from tests.data.test_tokenize import content, parquet

@@ -24,7 +24,7 @@ from spes_p2p.data.loader import (
     with_datasets,
 )
 from spes_p2p.data.manifest import Dataset
-from spes_p2p.data.mixture import Mixture, handed_out
+from spes_p2p.data.order import Mixture, handed_out
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, DataError

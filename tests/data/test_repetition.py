@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_p2p.data.repetition import has_repetition
+from spes_p2p.data.loader import has_repetition
 
 
 def plain_search(row: list[int], max_period: int, min_repeats: int) -> bool:

@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from spes_p2p.data import web_client, web_mirrors, web_shards
+from spes_p2p.data import web_client, web_shards
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.merkle import HASH_BYTES
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.data.trees import TREES, FolderPieces
 from spes_p2p.data.web_client import WebClient
-from spes_p2p.data.web_mirrors import WebMirrors
+from spes_p2p.data.web_shards import WebMirrors
 from spes_p2p.data.web_url import WebAccess, WebFolder
 from spes_p2p.errors import NetworkError
 from tests.data.web_server import Asked, Faults, WebServer
@@ -75,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FolderPieces]:
 @pytest.fixture
 def lab(made: tuple[Path, FolderPieces], monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(web_client, "BACKOFF_SECONDS", 0.01)
-    monkeypatch.setattr(web_mirrors, "REST_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(web_shards, "REST_SECONDS", (0.01, 0.02))
     return Lab(*made)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.data.mixture import Mixture
+from spes_p2p.data.order import Mixture
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain
