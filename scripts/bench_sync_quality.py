@@ -33,9 +33,9 @@ from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.options import config_path
-from spes_p2p.testing.learning import TrainerOf, held_out_loss
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendWork
+from spes_p2p.testing.training_swarm import TrainerOf, held_out_loss
 from spes_p2p.testing.virtual_time import run_virtual
 
 REFERENCE = "fp32"

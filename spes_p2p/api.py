@@ -28,9 +28,9 @@ from spes_p2p.interop.own import Model, OwnStart, run_layout
 from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until, with_start_folder
 from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
+from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path, meeting
 from spes_p2p.peer.run import run_peer
-from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.sync.report import RunReport, read_report
 

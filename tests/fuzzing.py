@@ -32,13 +32,13 @@ from spes_p2p.exchange.requests import pack_request, unpack_request
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Error, Warning, from_json, to_json
 from spes_p2p.swarm import envelope, invite, records
-from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.hivemind_backend.directory import plain
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.organiser_words import Words, ending
 from spes_p2p.sync.organiser_words import checked as checked_words
-from spes_p2p.sync.plain import pack_plain, unpack_plain
 from spes_p2p.sync.receipts import Receipt, Shown, Witness, check_receipt, compressed, pack_receipt
+from spes_p2p.sync.recorder import pack_plain, unpack_plain
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import A, MadeRun

@@ -45,7 +45,7 @@ def status(
     """
     from spes_p2p.errors import Stopped
     from spes_p2p.peer.kept_invite import DEFAULT_FOLDER
-    from spes_p2p.peer.visiting import visit
+    from spes_p2p.peer.network import visit
 
     run = met(invitation, initial_peers, run_id, fingerprint, DEFAULT_FOLDER)
     # while the network opens, which mostly waits

@@ -56,7 +56,7 @@ def upcycle(
 
     Example: spes-p2p upcycle --dense Qwen3-1.7B --experts 8 --top-k 2 --output start
     """
-    from spes_p2p.interop.folder import filled_folder
+    from spes_p2p.interop.export import filled_folder
     from spes_p2p.interop.upcycle import ZEROS_WARNING, Upcycling
     from spes_p2p.interop.upcycle import upcycle as run
     from spes_p2p.interop.weights import Format

@@ -17,9 +17,9 @@ from spes_p2p.dashboard.replay import replay
 from spes_p2p.dashboard.source import SwarmSource
 from spes_p2p.dashboard.web import make_app
 from spes_p2p.errors import ConfigError, Stopped
+from spes_p2p.peer.network import visiting
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
-from spes_p2p.peer.visiting import visiting
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 
 Say = Callable[[str], None]

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spes_p2p import __version__
 from spes_p2p.dashboard.history import History
-from spes_p2p.dashboard.state import page_state
+from spes_p2p.swarm.vitals import PHASES
 
 STATIC = Path(__file__).parent / "static"
 NEWS_SECONDS = 0.5
@@ -131,3 +131,106 @@ async def _versions(request: Request, history: History) -> AsyncIterator[str]:
             yield ": still here\n\n"
         await asyncio.sleep(NEWS_SECONDS)
         quiet += NEWS_SECONDS
+
+
+MOST_POINTS = 600
+TIMED_ROUNDS = 60
+"""Newest rounds of which the phases of each peer are shown."""
+SHOWN_EVENTS = 400
+LOAD_ROUNDS, LOAD_NUMBERS = 60, 20_000
+"""Number of rounds for which the experts' load is shown, fewer if LOAD_NUMBERS would be exceeded."""
+
+
+def page_state(history: History, now: float, hours: float | None = None) -> dict[str, Any]:
+    """Everything, or the last `hours` of what depends on time. `now`: Unix seconds."""
+    newest = history.rows("SELECT MAX(at) FROM samples")[0][0] or now
+    since = newest - hours * 3600 if hours else 0.0
+    return {
+        "version": history.version,
+        "now": now,
+        "run": history.get("run"),
+        "replay": history.get("replay"),
+        "source": history.get("source"),
+        "head": history.get("head"),
+        "phases": PHASES,
+        "peers": history.peers(),
+        "rounds": _rounds(history, since),
+        "held_out": _columns(
+            history.rows(
+                "SELECT h.round, h.loss, h.peer, COALESCE(r.at, h.at) at, r.tokens tokens FROM held_out h "
+                "LEFT JOIN rounds r ON r.round = h.round WHERE COALESCE(r.at, h.at) >= ? ORDER BY h.round",
+                (since,),
+            ),
+            ("round", "loss", "peer", "at", "tokens"),
+        ),
+        "samples": _samples(history, since),
+        "timeline": _timeline(history),
+        "loads": _loads(history, since),
+        "events": [dict(row) for row in history.rows("SELECT * FROM events ORDER BY id DESC LIMIT ?", (SHOWN_EVENTS,))],
+    }
+
+
+def _rounds(history: History, since: float) -> dict[str, list[Any]]:
+    """`loss`: mean training loss, weighted with the tokens that the round counted of each peer."""
+    first, last = history.rows("SELECT MIN(round), MAX(round) FROM rounds WHERE at >= ?1 OR ?1 = 0", (since,))[0]
+    width = max(1, -(-((last or 0) - (first or 0) + 1) // MOST_POINTS))
+    rows = history.rows(
+        "SELECT MAX(r.round) round, MAX(r.at) at, MAX(r.step) step, MAX(r.tokens) tokens, "
+        "AVG(r.round_tokens) round_tokens, AVG(r.roster) roster, MAX(r.members) members, MAX(r.alpha) alpha, "
+        "MAX(r.stale) stale, SUM(r.kind NOT IN ('quorum', 'genesis', 'committed')) degraded, "
+        "(SELECT SUM(p.loss * MAX(p.tokens, 1)) / SUM(MAX(p.tokens, 1)) FROM peer_rounds p "
+        " WHERE p.loss IS NOT NULL AND p.round / ?1 = r.round / ?1) loss "
+        "FROM rounds r WHERE (r.at >= ?2 OR ?2 = 0) GROUP BY r.round / ?1 ORDER BY r.round",
+        (width, since),
+    )
+    names = ("round", "at", "step", "tokens", "round_tokens", "roster", "members", "alpha", "stale", "degraded", "loss")
+    return _columns(rows, names)
+
+
+def _samples(history: History, since: float) -> dict[str, dict[str, list[Any]]]:
+    first, last = history.rows("SELECT MIN(at), MAX(at) FROM samples WHERE at >= ?", (since,))[0]
+    width = max(1.0, ((last or 0) - (first or 0)) / MOST_POINTS)
+    rows = history.rows(
+        "SELECT peer, AVG(at) at, AVG(loss) loss, AVG(tokens_per_second) tokens_per_second, MAX(sent) sent, "
+        "MAX(received) received, MAX(tokens) tokens FROM samples WHERE at >= ?1 "
+        "GROUP BY peer, CAST((at - ?2) / ?3 AS INTEGER) ORDER BY peer, at",
+        (since, first or 0.0, width),
+    )
+    by_peer: dict[str, list[Any]] = {}
+    for row in rows:
+        by_peer.setdefault(row["peer"], []).append(row)
+    names = ("at", "loss", "tokens_per_second", "sent", "received", "tokens")
+    return {peer: _columns(mine, names) for peer, mine in by_peer.items()}
+
+
+def _timeline(history: History) -> list[dict[str, Any]]:
+    rows = history.rows(
+        "SELECT * FROM peer_rounds WHERE seconds != '[]' AND round > "
+        "(SELECT MAX(round) FROM peer_rounds WHERE seconds != '[]') - ? ORDER BY round, peer",
+        (TIMED_ROUNDS,),
+    )
+    return [{**dict(row), "seconds": json.loads(row["seconds"])} for row in rows]
+
+
+def _loads(history: History, since: float) -> list[dict[str, Any]]:
+    """Rounds at equal distances up to the newest one: no mean over rounds, which would hide what one of them had."""
+    newest = history.rows("SELECT round, mean FROM loads WHERE at >= ? ORDER BY round DESC LIMIT 1", (since,))
+    if not newest:
+        return []
+    last, experts = newest[0]["round"], len(json.loads(newest[0]["mean"]))
+    first = history.rows("SELECT MIN(round) FROM loads WHERE at >= ?", (since,))[0][0]
+    most = max(1, min(LOAD_ROUNDS, LOAD_NUMBERS // max(1, experts)))
+    width = -(-(last - first + 1) // most)
+    rows = history.rows(
+        "SELECT * FROM loads WHERE at >= ? AND (? - round) % ? = 0 ORDER BY round", (since, last, width)
+    )
+    lists = ("mean", "highest", "lowest")
+    return [
+        {"round": row["round"], "at": row["at"], "peers": len(json.loads(row["peers"]))}
+        | {name: [round(one, 3) for one in json.loads(row[name])] for name in lists}
+        for row in rows
+    ]
+
+
+def _columns(rows: list[Any], names: tuple[str, ...]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in names}

@@ -2,7 +2,7 @@
 
 What will be trained on next lies at a number of peers, as far as their disks allow: a peer with room takes spans of
 the stream that too few have, of the next ones the rarest first, and its own lot decides between equals, so that not all
-take the same. A dataset that fits on this disk is kept as a whole. Decides only; who fetches is `peer/data_copies.py`.
+take the same. A dataset that fits on this disk is kept as a whole. Decides only; who fetches is `peer/data_supply.py`.
 """
 
 from __future__ import annotations

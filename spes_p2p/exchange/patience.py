@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
-from spes_p2p.errors import PeerSilent
+from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.ports import Transport
 
@@ -77,3 +78,22 @@ async def fetch_within(
         fetch.cancel()
         await asyncio.wait((fetch,))
     raise NeverEnding(f"{short(peer)} did not finish within {loop.time() - started:.3g} s")
+
+
+T = TypeVar("T")
+
+
+async def first_good(
+    holders: Iterable[PeerId], ask: Callable[[PeerId], Awaitable[T]], failure: str, fix: str = ""
+) -> T:
+    """What `ask` makes of the first holder's answer that is good; it raises NetworkError or RemoteProtocolError if not.
+
+    Raises NetworkError with `failure` and each holder's reason when nobody's is.
+    """
+    reasons: list[str] = []
+    for holder in holders:
+        try:
+            return await ask(holder)
+        except (NetworkError, RemoteProtocolError) as error:
+            reasons.append(f"{short(holder)}: {error}")
+    raise NetworkError(f"{failure} ({'; '.join(reasons) or 'nobody to ask'})", fix=fix)

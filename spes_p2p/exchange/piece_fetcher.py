@@ -18,8 +18,7 @@ from typing import Protocol, TypeVar
 
 from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.holders import first_good
-from spes_p2p.exchange.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
+from spes_p2p.exchange.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within, first_good
 from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PiecesHead, given_pieces
 from spes_p2p.exchange.requests import MAX_PIECES_AT_ONCE, CatalogueRequest, PiecesRequest, pack_request
 from spes_p2p.ids import Hash, PeerId, sha256, short

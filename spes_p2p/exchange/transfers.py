@@ -16,9 +16,8 @@ import numpy as np
 
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
-from spes_p2p.exchange.holders import first_good
 from spes_p2p.exchange.moments import MomentsHead
-from spes_p2p.exchange.patience import NeverEnding, Patience, fetch_within
+from spes_p2p.exchange.patience import NeverEnding, Patience, fetch_within, first_good
 from spes_p2p.exchange.rates import Place, Rates, Turns
 from spes_p2p.exchange.requests import (
     ChainPart,

@@ -13,7 +13,8 @@ folder appears at once, is up to the callers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from spes_p2p.config.schema import ModelConfig
-from spes_p2p.files import storing
+from spes_p2p.errors import ConfigError
+from spes_p2p.files import storing, whole_folder
 from spes_p2p.interop.card import CARD_FILE, Facts, model_card
 from spes_p2p.interop.hf import hf_config, state_layout, state_tensors
 from spes_p2p.interop.tokenizer import Publishable
@@ -134,3 +136,22 @@ def write_generation_config(folder: Path, eos_id: int | None) -> None:
     from transformers import GenerationConfig
 
     GenerationConfig(eos_token_id=eos_id, pad_token_id=eos_id).save_pretrained(folder)
+
+
+@contextmanager
+def filled_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill: becomes `target` when the block ends well, and vanishes if not.
+
+    Raises ConfigError where there is something at `target` already, or where it cannot be made; StorageFull.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} already exists", fix="choose another --output, or remove it")
+    partial = target.with_name(f"{target.name}.partial")
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(whole_folder(target, partial))
+        except OSError as error:
+            raise ConfigError(
+                f"{partial} cannot be created: {error.strerror}", fix="choose another --output"
+            ) from error
+        yield folder

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
@@ -23,18 +24,45 @@ from spes_p2p.experts.gradients import add_in_place
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import PARTS, Foreign
-from spes_p2p.model.attention import Attention, Context
-from spes_p2p.model.checkpointing import recomputed, recomputed_but_products
+from spes_p2p.model.attention import Attention, Context, context_of
 from spes_p2p.model.compiling import Compiled, compiles_on
-from spes_p2p.model.documents import context_of
 from spes_p2p.model.layers import Linear, RMSNorm, embedded, unloaded
 from spes_p2p.model.losses import LossParts, LossWeights, combine, target_weight
-from spes_p2p.model.moe import MoE
 from spes_p2p.model.output_loss import head_sums
-from spes_p2p.model.router import Routing
+from spes_p2p.model.router import Router, Routing
 
 if TYPE_CHECKING:
     from spes_p2p.config.schema import ModelConfig
+
+
+class MoE(nn.Module):
+    """A router and its bank of experts: y = sum of the chosen experts' outputs, weighted by the router.
+
+    No shared expert, no capacity limit.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        owned: Sequence[int],
+        backend: Backend,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        foreign: Foreign | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = Router(config, device)
+        self.experts = ExpertBank(
+            config.num_experts, config.d_model, config.expert_ffn, owned, backend, device, dtype, foreign
+        )
+
+    def route(self, x_BSD: Tensor) -> Routing:
+        """Which experts will see the tokens of [B, S, D]."""
+        return cast(Routing, self.router(x_BSD.flatten(0, 1)))
+
+    def forward(self, x_BSD: Tensor, routing: Routing) -> Tensor:
+        """[B, S, D] to [B, S, D], with the tokens routed so."""
+        return cast(Tensor, self.experts(x_BSD.flatten(0, 1), routing.expert_TK, routing.weight_TK)).view_as(x_BSD)
 
 
 class Layer(nn.Module):
@@ -215,3 +243,31 @@ class Transformer(nn.Module):
         if mode == "full":
             return recomputed(layer, x_BSD, context)
         return cast("tuple[Tensor, Routing]", layer(x_BSD, context, mode == "selective"))
+
+
+Result = TypeVar("Result")
+
+_COSTLY = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recomputed(function: Callable[..., Result], *arguments: Any) -> Result:
+    """function(*arguments), all of it once more in the backward pass."""
+    return cast(Result, checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False))
+
+
+def recomputed_but_products(function: Callable[..., Result], *arguments: Any) -> Result:
+    """function(*arguments), once more in the backward pass save for what is costly: matrix products and attention."""
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    result = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return cast(Result, result)
+
+
+def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE

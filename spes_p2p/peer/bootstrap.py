@@ -22,7 +22,6 @@ from spes_p2p.errors import ConfigError, NetworkError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
-from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
@@ -30,7 +29,7 @@ from spes_p2p.peer.folder import claim_folder, kept_run, make_folder, open_archi
 from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
 from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network
-from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
+from spes_p2p.peer.node_metrics import NodeState, measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
 from spes_p2p.peer.remote_archive import RemoteArchive, RemoteFolder
 from spes_p2p.peer.run_data import open_run_data

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
+
+import numpy as np
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.data.copies import Copies
+from spes_p2p.data.copies import Copies, Wanted
 from spes_p2p.data.feed import Feed, PieceDataset
 from spes_p2p.data.held import Held
 from spes_p2p.data.leases import Leases
@@ -16,13 +19,13 @@ from spes_p2p.data.loader import spans_of
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_shards import WebMirrors
+from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
-from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
+from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.live import TRAINING
 from spes_p2p.observe.metrics import bytes_text
-from spes_p2p.peer.data_copies import DataCopies, Surroundings
 from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.peer.entrance import ANSWER_SECONDS, FoundRun, Say
 from spes_p2p.peer.options import PeerOptions
@@ -31,11 +34,101 @@ from spes_p2p.peer.web_data import mirrors_of
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.sync.catch_up import InThread
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.web_sources import SourceKeeper
 from spes_p2p.wire import pack
+
+T = TypeVar("T")
+REST = 3
+"""After an answer, fetching rests for this many times as long as the answer took."""
+LOOK_SECONDS = 5.0
+"""How often the others' records are read again."""
+PAUSE_SECONDS = 1.0
+"""Seconds to wait after an attempt that fetched nothing."""
+GLANCE_SECONDS = 0.1
+LONGEST_WAIT_SECONDS = 120.0
+"""Longest time without any fetch, since with `sync.overlap` a round may be under way all the time."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is known of the run at the moment. `peers`: those of `held` that are no bootstrap nodes."""
+
+    leases: Leases
+    held: Mapping[PeerId, Held]
+    peers: frozenset[PeerId]
+
+
+class DataCopies:
+    """Keeps copies as long as `run` runs. `is_busy`: the link is needed for the round."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        copies: Copies,
+        fetcher: PieceFetcher,
+        look: Callable[[], Surroundings],
+        is_busy: Callable[[], bool],
+        in_thread: InThread,
+    ) -> None:
+        self._feed, self._copies, self._fetcher = feed, copies, fetcher
+        self._look, self._link_is_busy, self._in_thread = look, is_busy, in_thread
+
+    async def run(self) -> None:
+        """For ever; what others do wrong is tried again."""
+        looked_at = float("-inf")
+        while True:
+            if self._now() - looked_at >= LOOK_SECONDS:
+                around, looked_at = self._look(), self._now()
+                await self._in_thread(partial(self._copies.look, around.leases, around.held, around.peers))
+            wanted = await self._in_thread(partial(self._copies.next, MAX_GIVEN))
+            if wanted is not None and not wanted.pieces:
+                continue
+            if wanted is None or not await self._fetch(wanted):
+                await asyncio.sleep(max(GLANCE_SECONDS, looked_at + LOOK_SECONDS - self._now()))
+
+    async def _fetch(self, wanted: Wanted) -> bool:
+        """Whether there may be more to fetch at once; rests before."""
+        is_patient = await self._wait_for_link()
+        began = self._now()
+        task = asyncio.get_running_loop().create_task(
+            self._fetcher.fetch(wanted.pieces, self._take, among=wanted.holders)
+        )
+        try:
+            while not (await asyncio.wait((task,), timeout=GLANCE_SECONDS))[0]:
+                if is_patient and self._is_busy():
+                    return True
+            task.result()
+        except NetworkError:
+            self._copies.put_off(wanted)
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+        took, came = self._now() - began, bool(self._feed.cache.has(np.array(wanted.pieces)).any())
+        await asyncio.sleep(REST * took if came else PAUSE_SECONDS)
+        return came or bool(wanted.spans)
+
+    async def _wait_for_link(self) -> bool:
+        """Whether it is free now; False where that takes too long."""
+        until = self._now() + LONGEST_WAIT_SECONDS
+        while self._is_busy():
+            if self._now() >= until:
+                return False
+            await asyncio.sleep(GLANCE_SECONDS)
+        return True
+
+    def _is_busy(self) -> bool:
+        return self._link_is_busy() or (not self._feed.trouble and bool(self._feed.missing(1).pieces))
+
+    def _take(self, pieces: Sequence[tuple[int, bytes]]) -> None:
+        for piece, joined in pieces:
+            self._feed.take(piece, joined)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 class DataSupply:

@@ -14,16 +14,15 @@ from spes_p2p.config.sections import DataConfig
 from spes_p2p.data.tokenizers import is_public
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
-from spes_p2p.interop.export import export_model
-from spes_p2p.interop.folder import filled_folder
+from spes_p2p.interop.export import export_model, filled_folder
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import Dtype, Format
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.folder import CHECKPOINTS
+from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
-from spes_p2p.peer.visiting import visit
 from spes_p2p.state.version import Version
 
 Say = Callable[[str], None]

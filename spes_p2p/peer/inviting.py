@@ -14,8 +14,8 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import invite_of
 from spes_p2p.peer.entrance import ANSWER_SECONDS
+from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
-from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.invite import decode, encode, invited_to

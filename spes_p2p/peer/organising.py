@@ -25,8 +25,8 @@ from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
 from spes_p2p.peer.folder import CHAIN, RUN, kept_run
 from spes_p2p.peer.inviting import vouching_note
+from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
-from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.keys import RsaVerifier

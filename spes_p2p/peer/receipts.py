@@ -10,8 +10,8 @@ from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import CHAIN, OWNER, RUN
 from spes_p2p.peer.kept_invite import RECEIPT_FILE, kept_invite
+from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget, meeting
-from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load

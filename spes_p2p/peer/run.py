@@ -30,10 +30,9 @@ from spes_p2p.observe.sinks import file_sinks, unfailing
 from spes_p2p.peer.checks import raise_failures
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA, check_dataset
-from spes_p2p.peer.departure import Departure
+from spes_p2p.peer.departure import Departure, Farewell
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
-from spes_p2p.peer.farewell import Farewell
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
 from spes_p2p.peer.learning import TrainingSetup

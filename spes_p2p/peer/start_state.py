@@ -18,7 +18,7 @@ from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.hub import model_folder
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.interop.own import Model, OwnStart
-from spes_p2p.interop.same_tokenizer import check_tokenizer
+from spes_p2p.interop.tokenizer import check_tokenizer
 from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore

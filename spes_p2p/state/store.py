@@ -14,6 +14,7 @@ must still have it after a restart. When versions are made and dropped is decide
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,13 +23,12 @@ from pathlib import Path
 from typing import IO
 
 from spes_p2p.errors import StateError, StorageFull
-from spes_p2p.files import publish_folder, recover_folders, remove_folder, storing, sync
+from spes_p2p.files import publish_folder, recover_folders, remove_folder, storing, sync, write_whole
 from spes_p2p.ids import Hash
-from spes_p2p.state.hashes import HASH_THREADS, hash_tile
-from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
-from spes_p2p.state.salvage import salvaged
+from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, hash_tiles, split_hashes
+from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
 from spes_p2p.state.staging import Staging
-from spes_p2p.state.version import WIRE_FOLDER, Version, WireTiles
+from spes_p2p.state.version import HASHES_FILE, WIRE_FOLDER, Version, WireTiles, block_file, bytes_of, map_block
 
 __all__ = ["Staging", "StateStore", "Version"]
 
@@ -307,3 +307,38 @@ def _tiles_from_blocks(source: BlockSource) -> TileSource:
         return held[0][1][tile.start : tile.stop]
 
     return tile_values
+
+
+def salvaged(folder: Path, round: int, layout: Layout, root: Hash) -> Version | None:
+    """The version in `folder`, None where its hashes cannot be brought back.
+
+    Block files that were cut short or are missing get their length back, with zeros. A list of hashes that is not that
+    of `root` is computed anew, if no value was damaged. Raises StorageFull.
+    """
+    if not folder.is_dir():
+        return None
+    for block in layout.blocks:
+        _give_length(folder / block_file(block.index), block.size * VALUE_BYTES)
+    path = folder / HASHES_FILE
+    if not _has_root(path, layout, root):
+        blocks = [map_block(folder / block_file(block.index), block.size) for block in layout.blocks]
+        tiles = (bytes_of(blocks[tile.block][tile.start : tile.stop]) for tile in layout.tiles)
+        hashes = tuple(hash_tiles(tiles))
+        if layout.root_of(hashes) != root:
+            return None
+        write_whole(path, b"".join(hashes))
+    try:
+        return Version(folder, round, layout)
+    except StateError:
+        return None
+
+
+def _give_length(path: Path, size: int) -> None:
+    with open(path, "ab") as file:
+        if file.tell() != size:
+            os.ftruncate(file.fileno(), size)
+
+
+def _has_root(path: Path, layout: Layout, root: Hash) -> bool:
+    data = path.read_bytes() if path.is_file() else b""
+    return len(data) == len(layout.tiles) * HASH_BYTES and layout.root_of(split_hashes(data)) == root

@@ -8,15 +8,16 @@ cancel that peer's own tasks itself.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerRefused, PeerSilent
-from spes_p2p.ids import PeerId, short
-from spes_p2p.swarm import calls
-from spes_p2p.swarm.fake_keys import FakeKeys, FakeSigner
-from spes_p2p.swarm.memory_directory import MemoryDirectory
+from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import PeerId, sha256, short
+from spes_p2p.swarm import calls, envelope
 from spes_p2p.swarm.memory_links import DEFAULT_SHAPE, LinkShape, MemoryStream, Roads, stream_pair
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits, StreamServer
@@ -304,3 +305,98 @@ def _settle(reply: asyncio.Future[bytes], outcome: bytes | NetworkError) -> None
         reply.set_result(outcome)
     else:
         reply.set_exception(outcome)
+
+
+@dataclass(frozen=True)
+class FakeSigner:
+    """Signs for one peer with a key that others cannot compute without the secret."""
+
+    peer_id: PeerId
+    _key: bytes = field(repr=False)
+
+    @property
+    def public_key(self) -> bytes:
+        return sha256(b"public", self._key)
+
+    def sign(self, data: bytes) -> bytes:
+        return hmac.digest(self._key, data, hashlib.sha256)
+
+
+class FakeKeys:
+    """All keys of one swarm: gives each peer its signer, and is the Verifier of everybody."""
+
+    def __init__(self, secret: bytes = b"one swarm") -> None:
+        self._secret = secret
+
+    def signer(self, peer: PeerId) -> FakeSigner:
+        return FakeSigner(peer, sha256(self._secret, peer.encode()))
+
+    def verify(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
+        signer = self.signer(peer)
+        return public_key == signer.public_key and hmac.compare_digest(signer.sign(data), signature)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    expiration: float
+    data: bytes
+
+
+class MemoryDirectory:
+    """The Directory of one MemoryPeer: a replica of what was published within its hearing; readers merge replicas."""
+
+    def __init__(self, network: MemoryNetwork, owner: MemoryPeer) -> None:
+        self._network, self._owner = network, owner
+        self._replica: dict[str, dict[PeerId, _Stored]] = {}
+        self._expirations: dict[str, float] = {}
+        self._dropped = 0
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped
+
+    async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
+        envelope.check_ttl(ttl_seconds)
+        await self._round_trip()
+        now = asyncio.get_running_loop().time()
+        expiration = max(now + ttl_seconds, self._expirations.get(key, 0.0))
+        self._expirations[key] = expiration
+        data = envelope.seal(self._owner.signer, key, value, expiration)
+        for peer in self._network.reachable(self._owner.peer_id):
+            peer.directory.store(key, self._owner.peer_id, data, expiration)
+
+    def store(self, key: str, subkey: PeerId, data: bytes, expiration: float) -> None:
+        """Takes a record as every honest node does: only when it is valid and no older than the one kept."""
+        kept = self._replica.setdefault(key, {}).get(subkey)
+        if self._open(key, subkey, data) is not None and (kept is None or expiration >= kept.expiration):
+            self._replica[key][subkey] = _Stored(expiration, data)
+
+    def plant(self, key: str, subkey: PeerId, data: bytes) -> None:
+        """What a dishonest node does: keeps and hands out a record unchecked."""
+        self._replica.setdefault(key, {})[subkey] = _Stored(float("inf"), data)
+
+    async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
+        await self._round_trip()
+        now = asyncio.get_running_loop().time()
+        found: dict[PeerId, tuple[float, bytes]] = {}
+        for peer in self._network.reachable(self._owner.peer_id):
+            for subkey, stored in peer.directory._replica.get(key, {}).items():
+                value = self._open(key, subkey, stored.data) if stored.expiration > now else None
+                if value is not None and stored.expiration >= found.get(subkey, (now,))[0]:
+                    found[subkey] = stored.expiration, value
+        return {subkey: value for subkey, (_, value) in found.items()}
+
+    async def acquaint(self, peers: Collection[PeerId]) -> None:
+        """Everybody within hearing is in it already."""
+
+    def _open(self, key: str, subkey: PeerId, data: bytes) -> bytes | None:
+        now = asyncio.get_running_loop().time()
+        try:
+            return envelope.open_envelope(self._owner.verifier, data, key, subkey, now).value
+        except RemoteProtocolError:
+            self._dropped += 1
+            return None
+
+    async def _round_trip(self) -> None:
+        me = self._owner.peer_id
+        await asyncio.sleep(2 * self._network.roads.latency_seconds(me, me))

@@ -20,8 +20,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.holders import first_good
-from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within
+from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within, first_good
 from spes_p2p.exchange.requests import ChainPart, ChainRequest, pack_request
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Transport

@@ -7,28 +7,29 @@ disk. What comes out is everything that a Driver needs; catching up with newer r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from spes_p2p.checkpoint.load import load_checkpoint
+from spes_p2p.checkpoint.save import STATE_FOLDER, checkpoint_folders
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.consensus.vote_record import VoteRecord
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
+from spes_p2p.errors import CheckpointError, NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES
-from spes_p2p.state.store import StateStore
+from spes_p2p.state.store import StateStore, Version
 from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run
-from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.scrub import TileRepairer
 from spes_p2p.sync.starting import Sources, fetch_start
 from spes_p2p.wire import pack
@@ -308,3 +309,43 @@ def _stands_by(record: VoteRecord, store: StateStore, chain: Chain, tip: Commit)
         return chain.knows(record.parent, tip.manifest.round)
     manifests = [content.manifest for content in record.contents]
     return all(whole_state(store, manifest.round, manifest.state_root) is not None for manifest in manifests)
+
+
+def rebuild(store: StateStore, chain: Chain, checkpoints: Path, say: Callable[[str], None]) -> None:
+    """Brings the newest committed state back where it cannot be read, or is gone. Raises StorageFull.
+
+    From then on, the store also finds tiles in the checkpoints.
+    """
+    store.spare_folders = lambda: [folder / STATE_FOLDER for folder in reversed(checkpoint_folders(checkpoints))]
+    for round in range(chain.length - 1, max(chain.length - 3, -1), -1):
+        root = chain.commit(round).manifest.state_root
+        if whole_state(store, round, root) is not None:
+            return
+        if store.salvage(round, root) is not None:
+            say(f"the state of round {round} is damaged on disk; the damaged parts are fetched again")
+            return
+    _adopt(store, chain, checkpoints, say)
+
+
+def _adopt(store: StateStore, chain: Chain, checkpoints: Path, say: Callable[[str], None]) -> None:
+    """The newest checkpoint that is a committed state, if the store has none as new."""
+    here = [at for at in store.rounds() if at < chain.length and _is_committed(store.version(at), chain)]
+    for folder in reversed(checkpoint_folders(checkpoints)):
+        saved = _opened(folder, store)
+        if saved is None or saved.round >= chain.length or not _is_committed(saved, chain):
+            continue
+        if saved.round > max(here, default=-1):
+            say(f"the committed state is not under {store.directory}: it is rebuilt from {folder.name}")
+            store.adopt(saved.folder, saved.round)
+        return
+
+
+def _is_committed(version: Version, chain: Chain) -> bool:
+    return version.root == chain.commit(version.round).manifest.state_root
+
+
+def _opened(folder: Path, store: StateStore) -> Version | None:
+    try:
+        return load_checkpoint(folder, verify_state=False).version(store.layout)
+    except (CheckpointError, StateError):  # said when training state is looked for
+        return None

@@ -17,7 +17,7 @@ import numpy as np
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.holders import first_good
+from spes_p2p.exchange.patience import first_good
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.metrics import bytes_text

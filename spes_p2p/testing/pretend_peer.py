@@ -64,7 +64,7 @@ Alter = Callable[[int, int, Values], Values]
 
 
 class Learner(Protocol):
-    """Trains for real in the place of a pretended trainer (`testing/learning.py`)."""
+    """Trains for real in the place of a pretended trainer (`testing/training_swarm.py`)."""
 
     def begin(self, owned: tuple[int, ...], values: BlockSource, step: int, round_steps: int = 0) -> None:
         """A round on top of global step `step`, of which `values` have `round_steps` already."""

@@ -8,23 +8,183 @@ hashes. When work is begun, what comes of asking others and whether the peer liv
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.forks import has_quorum
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.errors import StorageFull
-from spes_p2p.ids import Hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
+from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.errors import NetworkError, PeerSilent, StorageFull
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.sync.committer import Committer, long_work
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.testing.judge import Violation
-from spes_p2p.testing.sim_state import Disk, State
-from spes_p2p.testing.symbol_history import SymbolHistory, SymbolVotes
-from spes_p2p.testing.symbols import Died, Lock, Surroundings, SymbolWork
+from spes_p2p.testing.sim_state import Disk, State, root_of
+from spes_p2p.testing.symbols import PUBLISHING_SECONDS, Died, Lock, Pause, Surroundings, SymbolWork
+
+
+class SymbolVotes:
+    """The `Votes` of a simulated peer."""
+
+    def __init__(self, disk: Disk, around: Surroundings, name: PeerId) -> None:
+        self._disk = disk
+        self._around = around
+        self._name = name
+
+    @property
+    def record(self) -> VoteRecord:
+        return self._disk.record or VoteRecord(NO_HASH)
+
+    @property
+    def incarnation(self) -> int:
+        return self._disk.incarnation
+
+    def write(self, record: VoteRecord) -> None:
+        self._disk.check_room()
+        before, self._disk.record = self.record, record
+        self._around.judge.saw_record(self._name, record, self._disk, self._around.guard)
+        self._around.wrote(before, record)
+
+    def forget(self, above: int) -> None:
+        self._disk.record, self._disk.left = None, set()
+        self._disk.incarnation = max(self._around.new_incarnation(), above + 1)
+
+    def leave(self, record: VoteRecord) -> None:
+        self._disk.check_room()
+        self._disk.leave(record)
+
+    def arrive(self, head: Hash) -> None:
+        self._disk.arrive(self._around.new_incarnation, restarted=False)
+
+
+class SymbolHistory:
+    """The `History` of a simulated peer: its chain ends with its state."""
+
+    def __init__(self, core: Consensus, disk: Disk, around: Surroundings) -> None:
+        self._core = core
+        self._disk = disk
+        self._around = around
+        self.running: Coroutine[Any, Any, None] | None = None
+        self.moving = Lock()
+        self.fetching: Coroutine[Any, Any, None] | None = None
+        self._line: tuple[Commit, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self._disk.chain) + 1
+
+    def has(self, name: Hash, round: int) -> bool:
+        return self._disk.is_on_chain(name, round)
+
+    def commit_of(self, round: int) -> Commit:
+        return [*self._disk.chain, *self._line][round - 1]
+
+    def ledger(self, round: int) -> Ledger:
+        return self._disk.ledger(round)
+
+    def is_finished(self, root: Hash) -> bool:
+        return root in self._disk.finished
+
+    @contextmanager
+    def being_fetched(self) -> Iterator[None]:
+        self.fetching = self.running
+        try:
+            yield
+        finally:
+            self.fetching = None
+
+    def cancel(self) -> bool:
+        fetching, self.fetching = self.fetching, None
+        if fetching is None or fetching is self.running:
+            return False
+        fetching.close()
+        return True
+
+    async def break_off(self) -> bool:
+        return self.cancel()
+
+    async def _ask(self, holder: PeerId) -> Disk:
+        await Pause(self._around.work_seconds())
+        disk = self._around.others.disk_of(holder)
+        if disk is None:
+            raise PeerSilent(holder)
+        return disk
+
+    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
+        theirs = await self._ask(holder)
+        common = self._disk.shared_with(theirs)
+        if len(theirs.chain) <= tip:
+            raise NetworkError(holder)
+        if common < tip or not has_quorum(theirs.chain[tip]):
+            raise HistoryDiverged(holder)
+        await self.append(tip, theirs.chain[tip:])
+        return self._line[-1]
+
+    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
+        theirs = await self._ask(holder)
+        common = self._disk.shared_with(theirs)
+        return ForkPoint(self._disk.manifest(common), tuple(self._disk.chain[common:]), tuple(theirs.chain[common:]))
+
+    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
+        self._line = tuple(theirs)
+        for commit in theirs:
+            self._around.judge.saw_commit(commit)
+        self._around.judge.saw_taken(self._core.me, theirs[0], self._around.guard())
+
+    async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, State]:
+        self._around.judge.saw_commit(newest)
+        theirs, name = await self._ask(holder), newest.certificate.manifest
+        if not theirs.is_on_chain(name, newest.manifest.round):
+            raise NetworkError(holder)
+        state = self._around.judge.known[name].state
+        if manifest_hash(theirs.tip) == name and root_of(theirs.state) != newest.manifest.state_root:
+            raise Violation("state", f"{holder} serves another state than it committed")
+        return newest, state
+
+    async def commit(self, commit: Commit) -> None:
+        await Pause(PUBLISHING_SECONDS)
+        self._disk.check_room()
+        self._around.judge.saw_commit(commit)
+        await self._publish((commit,), self._disk.finished[commit.manifest.state_root])
+
+    async def follow(self, first: Manifest, newest: Commit, state: State) -> None:
+        self._disk.check_room()
+        await self._publish(self._line, state)
+
+    async def _publish(self, line: Sequence[Commit], state: State) -> None:
+        self._disk.publish(line, state)
+        await Pause(PUBLISHING_SECONDS)
+
+    async def switch(self, fork: ForkPoint, state: State) -> None:
+        self._disk.check_room()
+        self._around.judge.saw_switch(self._core.me, fork.ours, fork.theirs)
+        self._disk.switch(fork.common.round, fork.theirs, state)
+        await Pause(PUBLISHING_SECONDS)
+
+    def uplink(self) -> int:
+        return 0
+
+    def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
+        line = self._disk.chain[self._core.tip.round :] if fork is None else fork.theirs
+        self._around.judge.saw_state(self._core.me, commit.manifest, self._disk.state)
+        self._around.trainer.stands_on(line, switched=fork is not None)
+        self._line = ()
+
+        async def follows() -> None:
+            self._around.trainer.goes_on()
+
+        return follows
 
 
 class SymbolDispatcher(Dispatcher):

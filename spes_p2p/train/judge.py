@@ -29,8 +29,7 @@ from spes_p2p.data.loader import AnyDataset, held_out_batches
 from spes_p2p.errors import DataNotReady
 from spes_p2p.experts.stores import PARTS, Part
 from spes_p2p.interop.hf import place_table
-from spes_p2p.model.attention import Context
-from spes_p2p.model.documents import context_of
+from spes_p2p.model.attention import Context, context_of
 from spes_p2p.model.layers import embedded
 from spes_p2p.model.params import ExpertPlace, load_layer, pieces_of_layer
 from spes_p2p.model.transformer import Transformer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli.doctor import verdict
-from spes_p2p.peer import doctor, machine
+from spes_p2p.peer import doctor
 from spes_p2p.peer.checks import Check, Disk
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from tests.cli.conftest import LOOPBACK, Answer, Organiser, serve, spes_p2p
@@ -73,10 +73,10 @@ def test_join_refuses_with_the_words_of_the_doctor(
 
 def test_the_folder_of_a_peer_counts_its_files_once(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(bytes(100_000))
-    held = machine.find_disk(tmp_path).held_bytes
+    held = doctor.find_disk(tmp_path).held_bytes
     (tmp_path / "two").hardlink_to(tmp_path / "one")
-    assert machine.find_disk(tmp_path).held_bytes == held >= 100_000
-    assert machine.find_disk(tmp_path / "not" / "there").path == str(tmp_path)
+    assert doctor.find_disk(tmp_path).held_bytes == held >= 100_000
+    assert doctor.find_disk(tmp_path / "not" / "there").path == str(tmp_path)
 
 
 def test_what_it_prints_can_be_typed_as_it_stands() -> None:

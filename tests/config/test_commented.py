@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from spes_p2p.config.commented import WIDTH, chosen_keys, commented_yaml
 from spes_p2p.config.load import bundled_config, config_from_text, load_config
+from spes_p2p.peer.run_file import WIDTH, chosen_keys, commented_yaml
 
 BUNDLED = ("tiny", "small", "spes-1b", "spes-7b", "spes-9b")
 

@@ -52,7 +52,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ChainPart, PackedRequest, PiecesRequest, TilesRequest, kind_of
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
 from spes_p2p.testing.sim_state import FakeSealer, initial_state, root_of, run_rules

@@ -14,7 +14,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, Follower, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source
-from spes_p2p.dashboard.state import page_state
+from spes_p2p.dashboard.web import page_state
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import PeerWarning, Vitals

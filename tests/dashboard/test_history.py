@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import KEPT_SECONDS, SLOT_SECONDS, THINNED_SLOTS, History
 from spes_p2p.dashboard.source import Look
-from spes_p2p.dashboard.state import MOST_POINTS, page_state
+from spes_p2p.dashboard.web import MOST_POINTS, page_state
 from spes_p2p.errors import ConfigError
 from tests.dashboard.made_run import NOW, PEERS, ROUND_SECONDS, MadeSource, loss_at
 

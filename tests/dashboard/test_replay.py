@@ -9,7 +9,7 @@ import pytest
 
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.replay import replay
-from spes_p2p.dashboard.state import page_state
+from spes_p2p.dashboard.web import page_state
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.events import Columns, Eval, Event, ExpertLoad, Peer, Round, Warning
 from spes_p2p.observe.sinks import JsonLines

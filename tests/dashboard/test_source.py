@@ -11,7 +11,7 @@ from spes_p2p.consensus.manifest import WIRE_VERSION, manifest_hash
 from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import DOUBT_SECONDS, NOTHING, Known, Look, SwarmSource
-from spes_p2p.dashboard.state import page_state
+from spes_p2p.dashboard.web import page_state
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.records import RUNS_KEY, RunRecord, heads_key

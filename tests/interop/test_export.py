@@ -17,8 +17,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
-from spes_p2p.interop.export import export_model
-from spes_p2p.interop.folder import filled_folder
+from spes_p2p.interop.export import export_model, filled_folder
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import FORMAT, INDEX_FILE, SINGLE_FILE, Dtype, Format, PublishedWeights
 from spes_p2p.observe.events import Eval, Event, Round, Step

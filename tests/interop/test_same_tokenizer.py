@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, models
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenizers import ByteTokenizer, load_tokenizer
 from spes_p2p.errors import ConfigError
-from spes_p2p.interop.same_tokenizer import check_tokenizer
-from spes_p2p.interop.tokenizer import Publishable
+from spes_p2p.interop.tokenizer import Publishable, check_tokenizer
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def from_all_logits(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: 
 
 def in_chunks_of(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.model.output_loss.CHUNK_BYTES", 4 * ALIGNED * rows)
-    monkeypatch.setattr("spes_p2p.model.softmax_loss.FP32_BYTES", 4 * LOGITS * 4)
+    monkeypatch.setattr("spes_p2p.model.output_loss.FP32_BYTES", 4 * LOGITS * 4)
     assert chunk_rows(ALIGNED, torch.float32) == rows
 
 

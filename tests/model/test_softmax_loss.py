@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.model import softmax_loss, softmax_loss_kernels
+from spes_p2p.model import output_loss, softmax_loss_kernels
 from tests.kernels import DEVICE, there
 
 WEIGHT = 0.1
@@ -31,7 +31,7 @@ def kernel() -> RowLosses:
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.kernels)])
 def row_losses(request: pytest.FixtureRequest) -> RowLosses:
-    return request.getfixturevalue("kernel") if request.param == "triton" else softmax_loss.row_losses
+    return request.getfixturevalue("kernel") if request.param == "triton" else output_loss.row_losses
 
 
 def inputs(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,4 +98,4 @@ def test_no_rows_are_no_loss(row_losses: RowLosses) -> None:
 
 @pytest.mark.kernels
 def test_the_trial_launches_the_kernel_both_ways() -> None:
-    softmax_loss.try_kernels(DEVICE)
+    output_loss.try_kernels(DEVICE)

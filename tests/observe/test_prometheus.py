@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.events import Columns, Error, Eval, EventBus, Pause, Peer, Warning
-from spes_p2p.observe.node_metrics import COUNTERS, NodeMetrics, NodeState
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
+from spes_p2p.peer.node_metrics import COUNTERS, NodeMetrics, NodeState
 from tests.observe.test_events import LOAD, ROUND, STEP
 
 ROOT = Path(__file__).parents[2]

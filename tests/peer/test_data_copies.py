@@ -17,7 +17,7 @@ from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.piece_fetcher import WEB_SECONDS
 from spes_p2p.exchange.pieces import MAX_GIVEN
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.data_copies import GLANCE_SECONDS, LONGEST_WAIT_SECONDS, REST, DataCopies, Surroundings
+from spes_p2p.peer.data_supply import GLANCE_SECONDS, LONGEST_WAIT_SECONDS, REST, DataCopies, Surroundings
 from spes_p2p.swarm.memory_links import LinkShape
 from tests.peer.test_data_feed import BOOT, CONFIG, OpenWeb, Site, Volunteer, in_place, now, play
 

@@ -13,11 +13,11 @@ import torch
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.kernels import half_dtype
-from spes_p2p.peer import devices, machine
+from spes_p2p.peer import devices, doctor
 from spes_p2p.peer.checks import machine_checks
 from spes_p2p.peer.devices import choose_cards, choose_device, step_on
+from spes_p2p.peer.doctor import find_machine
 from spes_p2p.peer.fitting import measure, measure_ranks
-from spes_p2p.peer.machine import find_machine
 from spes_p2p.peer.options import NetworkOptions, PeerOptions
 from spes_p2p.planning.units import GIB
 from spes_p2p.train.worker import LocalRanks
@@ -168,7 +168,7 @@ def test_a_torch_without_kernels_for_the_gpu_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_the_doctor_says_which_gpus_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_driver", lambda: "")
+    monkeypatch.setattr(doctor, "_driver", lambda: "")
     Box(monkeypatch, OLD)
     found = find_machine()
     for on_gpu, level in ((True, "failure"), (False, "warning")):

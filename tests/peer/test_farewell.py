@@ -12,7 +12,7 @@ import pytest
 from spes_p2p.consensus.ledger import Account
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.farewell import Farewell
+from spes_p2p.peer.departure import Farewell
 from spes_p2p.peer.stopping import EXIT_SECONDS
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 

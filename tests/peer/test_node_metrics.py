@@ -11,9 +11,8 @@ import pytest
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.prometheus import LOCALHOST
-from spes_p2p.peer.node_metrics import measuring, state_of_run
+from spes_p2p.peer.node_metrics import NodeState, measuring, state_of_run
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm

@@ -11,7 +11,7 @@ import pytest
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.observe.events import Error, Eval, Event, Warning
-from spes_p2p.peer.vitals import VitalsKeeper
+from spes_p2p.peer.presence import VitalsKeeper
 from spes_p2p.swarm.vitals import MAX_EXPERTS, MAX_LOAD_PERCENT, MAX_LOSS, PeerWarning, Vitals
 from spes_p2p.wire import pack, unpack
 from tests.observe.test_events import LOAD, ROUND, STEP

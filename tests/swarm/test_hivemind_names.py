@@ -144,7 +144,7 @@ def test_who_watches_a_daemon_learns_of_its_end() -> None:
 
 def test_who_only_looks_at_a_run_loads_little_and_the_rest_of_hivemind_is_there_all_the_same() -> None:
     asked = (
-        "import sys, spes_p2p.peer.visiting, spes_p2p.sync.report\n"
+        "import sys, spes_p2p.peer.network, spes_p2p.sync.report\n"
         "print(sorted({'torch', 'numpy', 'scipy', 'dns', 'hivemind.averaging'} & set(sys.modules)))\n"
         "import hivemind\n"
         "from hivemind.utils import MPFuture, get_logger\n"

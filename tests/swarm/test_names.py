@@ -13,7 +13,7 @@ import dns.rrset
 import pytest
 
 from spes_p2p.errors import NetworkError
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, names
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, join
 
 PEER = "QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64"
 OTHER = "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd"
@@ -56,7 +56,7 @@ async def serving(texts: Mapping[str, list[str]]) -> AsyncIterator[dns.asyncreso
 def listed(address: str, texts: Mapping[str, list[str]]) -> tuple[str, ...]:
     async def ask() -> tuple[str, ...]:
         async with serving(texts) as resolver:
-            return await names.listed(address, resolver)
+            return await join.listed(address, resolver)
 
     return asyncio.run(ask())
 
@@ -77,7 +77,7 @@ def test_a_name_stands_for_the_nodes_that_its_records_list() -> None:
 def test_a_name_without_nodes_or_without_an_answer_says_so(
     texts: dict[str, list[str]], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "LOOKUP_SECONDS", 0.3)
+    monkeypatch.setattr(join, "LOOKUP_SECONDS", 0.3)
     with pytest.raises(ValueError, match=said):
         listed("/dnsaddr/run.example.org", texts)
 

@@ -19,10 +19,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
-from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.hivemind_backend import storage as storage_module
 from spes_p2p.swarm.hivemind_backend.directory import EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.storage import MAX_KEYS, bound
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.records import bounds_of, peers_key
 from spes_p2p.testing.virtual_time import run_virtual
 

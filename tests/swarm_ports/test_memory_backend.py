@@ -11,8 +11,7 @@ import pytest
 from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
-from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
+from spes_p2p.swarm.memory_backend import FakeKeys, MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import peers_key

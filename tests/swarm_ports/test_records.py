@@ -13,7 +13,7 @@ from spes_p2p import wire
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm import envelope, records
-from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
 from spes_p2p.swarm.vitals import PeerWarning, Vitals
 

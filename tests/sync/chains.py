@@ -30,7 +30,7 @@ from spes_p2p.interop.hf import state_layout
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.genesis import describe_run, sign_genesis
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.sealing import KeySealer

@@ -15,7 +15,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.version import DTYPE
-from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync import fraud
 from spes_p2p.sync.fraud import FraudProof, Given, ProofFolder, check_proof, made_again
 from spes_p2p.sync.genesis import check_run

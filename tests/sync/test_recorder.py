@@ -22,8 +22,7 @@ from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
-from spes_p2p.sync.plain import _CLASSES, NOT_KEPT
-from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay
+from spes_p2p.sync.recorder import _CLASSES, BEFORE, NEWEST, NOT_KEPT, FlightRecorder, load_recording, replay
 from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.consensus import planted

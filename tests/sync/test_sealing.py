@@ -22,7 +22,7 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.wire import pack
 

@@ -13,8 +13,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.pieces import DataTraffic, EmptyShelf, PieceServing
 from spes_p2p.exchange.requests import SourcesRequest, unpack_request
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.memory_backend import FakeKeys, MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.sealing import EnvelopeChecker

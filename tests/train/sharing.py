@@ -17,12 +17,11 @@ import torch
 from spes_p2p.config.schema import Config
 from spes_p2p.planning.memory import OPTIMIZER, Workload, predict
 from spes_p2p.train import worker
-from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.moment_store import MOMENTS
 from spes_p2p.train.rank import RankTrainer
 from spes_p2p.train.trainer import Trainer
-from spes_p2p.train.worker import LocalRanks
+from spes_p2p.train.worker import Child, LocalRanks
 from tests.train.small import (
     CPU,
     InBf16,
