@@ -177,7 +177,21 @@ class Staging:
         """Lets tiles be written after finish; `keep_state=False` forgets the state tiles, where wire tiles change."""
         self._check_open()
         if self._resumed:
-            self._recall_state_tiles()
+            # after a restart: the state tiles are those that are neither the wire's nor the parent's
+            gone = LocalProtocolError(f"round {self.round} was staged on a state that is gone", fix="stage it again")
+            if self.finished is None or self.parent is None:
+                raise gone
+            before = (
+                self.areas.values_of_tile(at).hashes.get(at) or parents
+                for at, parents in enumerate(self.parent.tile_hashes)
+            )
+            both = enumerate(zip(self.finished.tile_hashes, before))
+            changed = {at: ours for at, (ours, other) in both if ours != other}
+            paths = {self.areas.state.path(self.layout.tiles[tile_id].block) for tile_id in changed}
+            if any(path.stat().st_nlink > 1 for path in paths):  # not ours alone: never write there
+                raise gone
+            self.areas.state = TileArea(self.folder, self.layout, changed)
+            self._resumed = False
         (self.folder / HASHES_FILE).unlink(missing_ok=True)
         sync(self.folder)
         self.finished = None
@@ -216,25 +230,6 @@ class Staging:
         with self._room_or_gone():
             area.write(tile, view, tile_hash)
         return tile_hash
-
-    def _recall_state_tiles(self) -> None:
-        """After a restart: the state tiles are those that are neither the wire's nor the parent's."""
-        gone = LocalProtocolError(f"round {self.round} was staged on a state that is gone", fix="stage it again")
-        if self.finished is None or self.parent is None:
-            raise gone
-        before = (
-            self.areas.values_of_tile(at).hashes.get(at) or parents
-            for at, parents in enumerate(self.parent.tile_hashes)
-        )
-        both = enumerate(zip(self.finished.tile_hashes, before))
-        changed = {at: ours for at, (ours, other) in both if ours != other}
-        blocks = {self.layout.tiles[tile_id].block for tile_id in changed}
-        if any(
-            self.areas.state.path(block).stat().st_nlink > 1 for block in blocks
-        ):  # not ours alone: never write there
-            raise gone
-        self.areas.state = TileArea(self.folder, self.layout, changed)
-        self._resumed = False
 
     @contextmanager
     def _room_or_gone(self) -> Iterator[None]:
