@@ -7,6 +7,7 @@ reported it has had its turns in this round, and nobody votes for a state with a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median_high
 
 from spes_p2p.consensus.actions import Audit
@@ -14,6 +15,7 @@ from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.events import Finding
 from spes_p2p.consensus.manifest import content_hash
 from spes_p2p.consensus.messages import Accusation, Plan, Report, Signed
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Key, State
 from spes_p2p.ids import sha256
@@ -48,12 +50,11 @@ def drawn(state: State, plan: Plan) -> frozenset[int]:
     return frozenset(ordered[:number])
 
 
-class Audits:
+@dataclass(eq=False)
+class Audits(Part):
     """What is made again, and what follows where it comes out differently."""
 
-    def __init__(self, state: State, proposals: Proposals) -> None:
-        self._state = state
-        self._proposals = proposals
+    _proposals: Proposals
 
     def audit(self, now: float) -> bool:
         """Makes again what is due, one slice after the other."""

@@ -9,23 +9,16 @@ from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import (
     Status,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.state import (
     MAX_NEWCOMERS,
     MOST_REMEMBERED,
-    State,
 )
 from spes_p2p.ids import Hash, PeerId
 
 
-class Contacts:
+class Contacts(Part):
     """Questions about what other peers said last."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._me = state.me
 
     def alive(self, peer: PeerId, now: float) -> bool:
         """Whether `peer` was heard of late; ourselves always."""

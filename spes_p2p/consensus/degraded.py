@@ -5,6 +5,8 @@ histories)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus import vote_record
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Faults
@@ -19,39 +21,24 @@ from spes_p2p.consensus.messages import (
     DegradedVote,
     Signed,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import (
     Heard,
-    State,
 )
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import NO_HASH
 
 
-class Degraded:
+@dataclass(eq=False)
+class Degraded(Part):
     """Keeps the guard, makes degraded children, takes those of others."""
 
-    def __init__(
-        self,
-        state: State,
-        contacts: Contacts,
-        leadership: Leadership,
-        members: Members,
-        proposals: Proposals,
-        voting: Voting,
-    ) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._leadership = leadership
-        self._members = members
-        self._proposals = proposals
-        self._voting = voting
+    _contacts: Contacts
+    _leadership: Leadership
+    _members: Members
+    _proposals: Proposals
+    _voting: Voting
 
     def propose(self, now: float) -> bool:
         """The leader of those who are left asks them to sign: once, and again where they keep to something else."""

@@ -11,7 +11,9 @@ led (see `tendermint`). Only runs in which electors may lie ask (`swarm.faults: 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
+from spes_p2p.consensus.child_checks import due_blocks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import Content, joined_hashes
 from spes_p2p.consensus.electorate import Faults
@@ -19,9 +21,8 @@ from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import Member, trainers, weightless
 from spes_p2p.consensus.messages import plan_hash
-from spes_p2p.consensus.plan_rules import due_blocks
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.slices import columns_of_few
-from spes_p2p.consensus.state import State
 from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.trials import Trials
 from spes_p2p.consensus.weights import weighed
@@ -38,19 +39,17 @@ LEADERS_LEAST_ROUND = 0.8
 NEVER_STAGED = float("inf")
 
 
-class Fairness:
+@dataclass(eq=False)
+class Fairness(Part):
     """Compares plans and proposals with what this peer heard."""
 
-    def __init__(self, state: State, contacts: Contacts, members: Members, trials: Trials) -> None:
-        self._state = state
-        self._others = state.others
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._members = members
-        self._trials = trials
-        self._is_asked = state.rules.faults is Faults.BYZANTINE
+    _contacts: Contacts
+    _members: Members
+    _trials: Trials
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._is_asked = self._state.rules.faults is Faults.BYZANTINE
 
     # ---------------------------------------------------------------- what is asked
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.actions import (
     Adopt,
     CatchUp,
@@ -12,27 +14,22 @@ from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.messages import (
     Commit,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import (
     MOST_REMEMBERED,
     Contact,
-    State,
 )
 from spes_p2p.ids import Hash, PeerId
 
 
-class Following:
+@dataclass(eq=False)
+class Following(Part):
     """Adopts what is certified, catches up, goes over to another history."""
 
-    def __init__(self, state: State, contacts: Contacts, proposals: Proposals, lifecycle: Lifecycle) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._contacts = contacts
-        self._proposals = proposals
-        self._lifecycle = lifecycle
+    _contacts: Contacts
+    _proposals: Proposals
+    _lifecycle: Lifecycle
 
     def adopt(self, now: float) -> bool:
         """A certified child whose state is here becomes the committed state."""

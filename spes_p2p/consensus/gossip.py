@@ -5,6 +5,8 @@ costs at most one envelope a peer, and what is lost comes again."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.actions import (
     Send,
 )
@@ -24,11 +26,11 @@ from spes_p2p.consensus.messages import (
     Votes,
     plan_hash,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     Contact,
-    State,
 )
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId, sha256
@@ -37,29 +39,15 @@ MOST_PROOFS = 16
 """That somebody lies, in one message: the others come once a manifest has banned these."""
 
 
-class Gossip:
+@dataclass(eq=False)
+class Gossip(Part):
     """Turns the state into messages."""
 
-    def __init__(
-        self,
-        state: State,
-        contacts: Contacts,
-        leadership: Leadership,
-        members: Members,
-        proposals: Proposals,
-        staging: Staging,
-    ) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._me = state.me
-        self._contacts = contacts
-        self._leadership = leadership
-        self._members = members
-        self._proposals = proposals
-        self._staging = staging
+    _contacts: Contacts
+    _leadership: Leadership
+    _members: Members
+    _proposals: Proposals
+    _staging: Staging
 
     def flush(self, now: float) -> None:
         """Speaks to all at each heartbeat and when our state has changed, else to those whose state has."""

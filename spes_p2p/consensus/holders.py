@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.manifest import Slice
-from spes_p2p.consensus.state import State
+from spes_p2p.consensus.part import Part
 from spes_p2p.ids import PeerId
 
 
-class Holders:
+@dataclass(eq=False)
+class Holders(Part):
     """By what the others say that they have staged."""
 
-    def __init__(self, state: State, contacts: Contacts) -> None:
-        self._state = state
-        self._others = state.others
-        self._me = state.me
-        self._contacts = contacts
+    _contacts: Contacts
 
     def sure(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
         """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""

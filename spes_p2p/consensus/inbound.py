@@ -6,12 +6,12 @@ is bound to, the oldest goes first, and comes again where its author still stand
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.child_checks import check_child, check_newcomers
+from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan
 from spes_p2p.consensus.content import Content, Envelope, Equivocation
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.forks import has_quorum
@@ -27,14 +27,13 @@ from spes_p2p.consensus.messages import (
     Signed,
     plan_hash,
 )
-from spes_p2p.consensus.plan_rules import check_plan
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.state import (
     MOST_PLANS,
     MOST_VOTES,
-    State,
 )
 from spes_p2p.consensus.statements import check_content
 from spes_p2p.consensus.statuses import Statuses
@@ -49,31 +48,16 @@ K = TypeVar("K")
 Vote = TypeVar("Vote")
 
 
-class Inbound:
+@dataclass(eq=False)
+class Inbound(Part):
     """Fills the state from messages."""
 
-    def __init__(
-        self,
-        state: State,
-        leadership: Leadership,
-        proposals: Proposals,
-        audits: Audits,
-        round_plan: RoundPlan,
-        voting: Voting,
-        statuses: Statuses,
-    ) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._rules = state.rules
-        self._me = state.me
-        self._leadership = leadership
-        self._proposals = proposals
-        self._audits = audits
-        self._round_plan = round_plan
-        self._voting = voting
-        self._statuses = statuses
+    _leadership: Leadership
+    _proposals: Proposals
+    _audits: Audits
+    _round_plan: RoundPlan
+    _voting: Voting
+    _statuses: Statuses
 
     def take(self, envelope: Envelope, now: float) -> bool:
         """Takes a message in; whether there is something new in it that the rules should look at."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.messages import Ballots, Status, Votes
-from spes_p2p.consensus.state import MOST_TURNS, Heard, State
+from spes_p2p.consensus.part import Part
+from spes_p2p.consensus.state import MOST_TURNS, Heard
 from spes_p2p.consensus.vote_events import Step
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId
 
 
-class Leadership:
+@dataclass(eq=False)
+class Leadership(Part):
     """Questions about ballots and leaders."""
 
-    def __init__(self, state: State, contacts: Contacts) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._own = state.own
-        self._me = state.me
-        self._contacts = contacts
+    _contacts: Contacts
 
     def leader_of(self, heard: Heard, ballot: int) -> PeerId:
         if heard:

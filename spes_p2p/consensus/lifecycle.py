@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Roll, electors, leader_order
 from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Work
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     MAX_SEEDS,
     Identity,
     RoundState,
-    State,
 )
 from spes_p2p.consensus.statements import is_newer_roll, ready_of
 from spes_p2p.consensus.tendermint import Tendermint
@@ -28,30 +28,15 @@ from spes_p2p.consensus.work_audits import WorkAudits
 from spes_p2p.ids import Hash, PeerId
 
 
-class Lifecycle:
+@dataclass(eq=False)
+class Lifecycle(Part):
     """Begins rounds, and puts back what was lost."""
 
-    def __init__(
-        self,
-        state: State,
-        contacts: Contacts,
-        round_plan: RoundPlan,
-        work_audits: WorkAudits,
-        staging: Staging,
-        voting: Voting,
-    ) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._round_plan = round_plan
-        self._work_audits = work_audits
-        self._staging = staging
-        self._voting = voting
+    _contacts: Contacts
+    _round_plan: RoundPlan
+    _work_audits: WorkAudits
+    _staging: Staging
+    _voting: Voting
 
     def enter(self, tip: Manifest, now: float) -> None:
         before = self._state.round.vote.heard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
@@ -14,27 +14,18 @@ from spes_p2p.consensus.messages import (
     Status,
     plan_hash,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.state import (
-    State,
-)
 from spes_p2p.ids import NO_HASH, PeerId
 
 
-class Members:
+@dataclass(eq=False)
+class Members(Part):
     """This peer and the members of its tip, as far as they are heard."""
 
-    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, proposals: Proposals) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._leadership = leadership
-        self._proposals = proposals
+    _contacts: Contacts
+    _leadership: Leadership
+    _proposals: Proposals
 
     def own_status(self) -> Status:
         current = self._state.round

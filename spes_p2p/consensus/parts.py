@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.consensus.audits import Audits
-from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.fairness import Fairness
@@ -25,7 +24,7 @@ from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import State
 from spes_p2p.consensus.statuses import Statuses
-from spes_p2p.consensus.trials import Trials
+from spes_p2p.consensus.trials import Checks, Trials
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.consensus.work_audits import WorkAudits
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import Commit, DegradedProposal, Signed
-from spes_p2p.consensus.state import HOPELESS, Key, State
+from spes_p2p.consensus.part import Part
+from spes_p2p.consensus.state import HOPELESS, Key
 from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.ids import Hash
 
@@ -16,16 +19,12 @@ MOST_CONTENTS = 32
 """Contents that are kept beside those that are needed."""
 
 
-class Proposals:
+@dataclass(eq=False)
+class Proposals(Part):
     """What is proposed in this round, and the contents that are known."""
 
-    def __init__(self, state: State, contacts: Contacts, leadership: Leadership) -> None:
-        self._state = state
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._contacts = contacts
-        self._leadership = leadership
+    _contacts: Contacts
+    _leadership: Leadership
 
     def named(self, name: Hash) -> Content | None:
         return self._state.round.contents.get(name)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import (
     Build,
     Reduce,
 )
-from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import joined_hashes
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import LOST, Report, Signed, plan_hash
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.rules import (
     Outcome,
@@ -21,32 +22,22 @@ from spes_p2p.consensus.rules import (
 )
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.staging import Staging
-from spes_p2p.consensus.state import (
-    State,
-)
 from spes_p2p.consensus.statements import counted
+from spes_p2p.consensus.trials import Checks
 from spes_p2p.ids import NO_HASH, PeerId
 
 SURE = 2
 """How many reducers must find nobody's values fit before a slice is given up (or all, if fewer can be asked)."""
 
 
-class Reducing:
+@dataclass(eq=False)
+class Reducing(Part):
     """Reduces slices and builds the new state."""
 
-    def __init__(
-        self, state: State, contacts: Contacts, proposals: Proposals, staging: Staging, checks: Checks
-    ) -> None:
-        self._state = state
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._proposals = proposals
-        self._staging = staging
-        self._checks = checks
+    _contacts: Contacts
+    _proposals: Proposals
+    _staging: Staging
+    _checks: Checks
 
     def reduce(self, now: float) -> bool:
         """The first peer in a slice's order that is able to reduces it."""

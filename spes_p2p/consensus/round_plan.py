@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.actions import (
     CloseTraining,
 )
@@ -25,33 +27,25 @@ from spes_p2p.consensus.messages import (
     Status,
     Work,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.rules import capped_tokens, counts
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.consensus.state import (
     MOST_READY,
-    State,
 )
 from spes_p2p.consensus.statements import contribution, members_after
 from spes_p2p.ids import Hash
 from spes_p2p.ownership.assign import assign
 
 
-class RoundPlan:
+@dataclass(eq=False)
+class RoundPlan(Part):
     """Closes the round and plans it."""
 
-    def __init__(
-        self, state: State, contacts: Contacts, leadership: Leadership, members: Members, fairness: Fairness
-    ) -> None:
-        self._state = state
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._leadership = leadership
-        self._members = members
-        self._fairness = fairness
+    _contacts: Contacts
+    _leadership: Leadership
+    _members: Members
+    _fairness: Fairness
 
     def close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""

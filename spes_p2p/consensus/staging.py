@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import (
     Fetch,
     Verify,
 )
-from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.holders import Holders
 from spes_p2p.consensus.manifest import manifest_hash
@@ -16,31 +16,25 @@ from spes_p2p.consensus.messages import (
     Report,
     Signed,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import (
     MAX_FAILED_FETCHES,
     Key,
-    State,
     Wanted,
 )
+from spes_p2p.consensus.trials import Checks
 from spes_p2p.ids import NO_HASH, Hash
 
 
-class Staging:
+@dataclass(eq=False)
+class Staging(Part):
     """What is wanted, what is missing, and what is staged."""
 
-    def __init__(
-        self, state: State, contacts: Contacts, holders: Holders, proposals: Proposals, checks: Checks
-    ) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._pace = state.pace
-        self._me = state.me
-        self._contacts = contacts
-        self._holders = holders
-        self._proposals = proposals
-        self._checks = checks
+    _contacts: Contacts
+    _holders: Holders
+    _proposals: Proposals
+    _checks: Checks
 
     def missing(self) -> dict[Key, Wanted]:
         """Slices that are wanted and not staged."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
@@ -10,10 +12,10 @@ from spes_p2p.consensus.messages import (
     Signed,
     Status,
 )
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.state import (
     Contact,
-    State,
 )
 from spes_p2p.consensus.statements import ready_of
 from spes_p2p.consensus.timing import NEVER, Moment
@@ -27,22 +29,14 @@ MAX_WAIT_EXTENSIONS = 16
 """Most deadlines that a round waits because others report moving bytes, while nothing arrives here."""
 
 
-class Statuses:
+@dataclass(eq=False)
+class Statuses(Part):
     """Keeps the newest status of each peer."""
 
-    def __init__(
-        self, state: State, contacts: Contacts, leadership: Leadership, round_plan: RoundPlan, voting: Voting
-    ) -> None:
-        self._state = state
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._leadership = leadership
-        self._round_plan = round_plan
-        self._voting = voting
+    _contacts: Contacts
+    _leadership: Leadership
+    _round_plan: RoundPlan
+    _voting: Voting
 
     def hear(self, signed: Signed[Status], sender: PeerId, heard_at: Moment, now: float) -> bool:
         """Takes in a status; whether the rules should look at it. `heard_at` is `NEVER` for words that may be old."""

@@ -10,20 +10,19 @@ for the round.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from spes_p2p.consensus.actions import Try
+from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Slice
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.slices import Column, columns_of_few
-from spes_p2p.consensus.state import State
 from spes_p2p.ids import Hash
 
 
-class Trials:
+class Trials(Part):
     """What was tried, and what came of it."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
 
     def are_pending(self, slices: Iterable[tuple[Slice, bytes]]) -> bool:
         """Whether columns among these staged slices are to be tried yet, all at once: begins that where it is."""
@@ -67,3 +66,14 @@ class Trials:
 
     def _is_harmful(self, column: Column) -> bool:
         return column.name in self._state.round.harmful
+
+
+class Checks(NamedTuple):
+    """What is looked at before this peer builds a state, or votes for one: reductions made again, and columns tried."""
+
+    audits: Audits
+    trials: Trials
+
+    def are_pending(self, slices: Iterable[tuple[Slice, bytes]]) -> bool:
+        """Whether these slices, given with the hashes of their tiles and all staged, are still to be looked at."""
+        return self.audits.is_pending() or self.trials.are_pending(slices)

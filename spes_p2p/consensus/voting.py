@@ -8,7 +8,7 @@ is in `degraded`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus.actions import Forget, Persist
@@ -19,8 +19,9 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal, Signed, Votes
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.state import Heard, State
+from spes_p2p.consensus.state import Heard
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import Step, Verdict
@@ -32,30 +33,15 @@ NOBODY_AS_YET = -1
 """The incarnation of a peer that waits for another one."""
 
 
-class Voting:
+@dataclass(eq=False)
+class Voting(Part):
     """Votes, certifies; says when a leader has failed."""
 
-    def __init__(
-        self,
-        state: State,
-        contacts: Contacts,
-        leadership: Leadership,
-        members: Members,
-        proposals: Proposals,
-        fairness: Fairness,
-    ) -> None:
-        self._state = state
-        self._liveness = state.liveness
-        self._others = state.others
-        self._own = state.own
-        self._pace = state.pace
-        self._rules = state.rules
-        self._me = state.me
-        self._contacts = contacts
-        self._leadership = leadership
-        self._members = members
-        self._proposals = proposals
-        self._fairness = fairness
+    _contacts: Contacts
+    _leadership: Leadership
+    _members: Members
+    _proposals: Proposals
+    _fairness: Fairness
 
     # ---------------------------------------------------------------- the vote
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 from spes_p2p.consensus.actions import AuditWork
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.messages import Signed, Verdict
+from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.probation import drawn_auditors
-from spes_p2p.consensus.state import State
 from spes_p2p.consensus.statements import is_of_auditor
 
 
-class WorkAudits:
+class WorkAudits(Part):
     """What is looked at, and what others have found."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
 
     def enter(self) -> None:
         """A new tip has drawn whose work is looked at."""

@@ -86,15 +86,13 @@ class PiecesHead:
     given: bytes
 
 
+@dataclass(eq=False)
 class PieceServing:
     """Answers from a shelf, and where the data lies on the web with what `sources` gives (None: nothing is known)."""
 
-    def __init__(
-        self, shelf: PieceSource, traffic: DataTraffic, sources: Callable[[], bytes | None] = lambda: None
-    ) -> None:
-        self._shelf = shelf
-        self._traffic = traffic
-        self._sources = sources
+    _shelf: PieceSource
+    _traffic: DataTraffic
+    _sources: Callable[[], bytes | None] = lambda: None
 
     def answer(self, request: DataRequest) -> Blob:
         """Raises RemoteProtocolError for another dataset, and for what no such dataset has."""

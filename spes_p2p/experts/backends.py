@@ -103,15 +103,11 @@ class GroupedMM(TorchDispatch):
 
     def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor:
         w_GMK = F.grouped_mm(_aligned(x_NM).T, _aligned(y_NK), offs=ends_G)
-        if _leaves_empty_groups(w_GMK):
+        # from Blackwell on, torch's kernel writes nothing for a group without rows (pytorch issue 172439)
+        if w_GMK.is_cuda and torch.cuda.get_device_capability(w_GMK.device)[0] >= 10:
             rows_G = ends_G.diff(prepend=ends_G.new_zeros(1))
             w_GMK.masked_fill_((rows_G == 0)[:, None, None], 0)
         return w_GMK[:, : x_NM.shape[1], : y_NK.shape[1]]
-
-
-def _leaves_empty_groups(x: Tensor) -> bool:
-    """From Blackwell on, torch's kernel writes nothing for a group without rows (pytorch issue 172439)."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 10
 
 
 def _ranges(ends_G: Tensor) -> list[tuple[int, int]]:

@@ -119,7 +119,12 @@ def hf_config(model: ModelConfig, max_positions: int = 4096) -> PretrainedConfig
         own = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim, "qkv_bias": model.qkv_bias}
         own |= {"shared_expert_intermediate_size": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return Qwen2MoeConfig(**_common(model, max_positions), **own)
-    _check_olmoe(model)
+    if model.num_heads * model.head_dim != model.d_model:
+        raise ConfigError(
+            f"model.head_dim ({model.head_dim}) times num_heads ({model.num_heads}) is not d_model ({model.d_model}), "
+            "which OLMoE cannot express",
+            fix="set model.qk_norm to head (Qwen3-MoE), or head_dim to d_model / num_heads",
+        )
     return OlmoeConfig(**_common(model, max_positions), clip_qkv=None)
 
 
@@ -144,15 +149,6 @@ def _common(model: ModelConfig, max_positions: int) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-
-
-def _check_olmoe(model: ModelConfig) -> None:
-    if model.num_heads * model.head_dim != model.d_model:
-        raise ConfigError(
-            f"model.head_dim ({model.head_dim}) times num_heads ({model.num_heads}) is not d_model ({model.d_model}), "
-            "which OLMoE cannot express",
-            fix="set model.qk_norm to head (Qwen3-MoE), or head_dim to d_model / num_heads",
-        )
 
 
 def _entries(model: ModelConfig) -> list[tuple[StateTensor, Place]]:

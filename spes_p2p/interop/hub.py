@@ -98,7 +98,13 @@ def push_folder(folder: Path, name: str, public: bool, say: Say) -> str:
             say(f"{name} is {_visibility(bool(info.private))} and remains so; its settings on the hub change that")
         theirs = _card(api, info)
         if theirs is not None:
-            _check_same_run(theirs, folder, name)
+            run = run_of_card(theirs)
+            if run is None or run != run_of_card((folder / CARD_FILE).read_text(encoding="utf-8")):
+                what = "a model of another run" if run else "something else"
+                raise ConfigError(
+                    f"the name {name} is taken: it holds {what}",
+                    fix="choose another name with --push, or delete it on the hub",
+                )
             _keep_licence(theirs, folder)
         else:  # the card goes first: by it an upload that breaks off is known as that of this run
             api.upload_file(path_or_fileobj=folder / CARD_FILE, path_in_repo=CARD_FILE, repo_id=name)
@@ -127,15 +133,6 @@ def _card(api: HfApi, info: ModelInfo | None) -> str | None:
     if CARD_FILE not in files:
         return ""
     return Path(api.hf_hub_download(info.id, CARD_FILE, revision=info.sha)).read_text(encoding="utf-8")
-
-
-def _check_same_run(theirs: str, folder: Path, name: str) -> None:
-    run = run_of_card(theirs)
-    if run is None or run != run_of_card((folder / CARD_FILE).read_text(encoding="utf-8")):
-        what = "a model of another run" if run else "something else"
-        raise ConfigError(
-            f"the name {name} is taken: it holds {what}", fix="choose another name with --push, or delete it on the hub"
-        )
 
 
 def _keep_licence(theirs: str, folder: Path) -> None:

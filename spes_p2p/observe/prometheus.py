@@ -67,7 +67,10 @@ class Metrics:
             case Round():
                 self._write_round(event)
             case ExpertLoad():
-                self._write_load(event)
+                for expert, load in enumerate(event.mean):
+                    self._load.labels(expert=expert, **self._labels).set(load)
+                self._most_load.set(max(event.highest, default=0.0))
+                self._least_load.set(min(event.lowest, default=0.0))
             case Eval():
                 self._held_out.set(event.loss)
             case Peer():
@@ -118,12 +121,6 @@ class Metrics:
             self._bytes.labels(direction="received", what=what, **self._labels).inc(received)
         for phase, seconds in event.seconds.items():
             self._phase.labels(phase=phase, **self._labels).observe(seconds)
-
-    def _write_load(self, event: ExpertLoad) -> None:
-        for expert, load in enumerate(event.mean):
-            self._load.labels(expert=expert, **self._labels).set(load)
-        self._most_load.set(max(event.highest, default=0.0))
-        self._least_load.set(min(event.lowest, default=0.0))
 
     def _gauge(self, name: str, words: str, *labels: str) -> Any:
         return self._labelled(

@@ -63,7 +63,11 @@ def _line(event: Event) -> str:
             proof = f"; the proof is {event.proof}" if event.proof else ""
             return f"peer {short(event.who)} {event.change} (round {event.round}){proof}"
         case Columns():
-            return _columns_line(event)
+            own = f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
+            if not event.fresh:
+                return f"{own}, with the optimizer moments of their former owners"
+            which = "" if event.fresh == event.adopted else f" for {span_text(event.fresh)}"
+            return f"{own}, with fresh optimizer moments{which}"
         case Pause():
             return f"paused: {event.why}" if event.paused else "training resumes"
         case Eval():
@@ -112,14 +116,6 @@ def _load_line(event: ExpertLoad) -> str:
     )
     dead = tuple(expert for expert, load in enumerate(event.highest) if not load)
     return f"{text}; nothing went to {span_text(dead)}" if dead else text
-
-
-def _columns_line(event: Columns) -> str:
-    own = f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
-    if not event.fresh:
-        return f"{own}, with the optimizer moments of their former owners"
-    which = "" if event.fresh == event.adopted else f" for {span_text(event.fresh)}"
-    return f"{own}, with fresh optimizer moments{which}"
 
 
 def scalars(event: Event) -> tuple[int, dict[str, float]]:

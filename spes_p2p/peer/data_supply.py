@@ -62,20 +62,16 @@ class Surroundings:
     peers: frozenset[PeerId]
 
 
+@dataclass(eq=False)
 class DataCopies:
     """Keeps copies as long as `run` runs. `is_busy`: the link is needed for the round."""
 
-    def __init__(
-        self,
-        feed: Feed,
-        copies: Copies,
-        fetcher: PieceFetcher,
-        look: Callable[[], Surroundings],
-        is_busy: Callable[[], bool],
-        in_thread: InThread,
-    ) -> None:
-        self._feed, self._copies, self._fetcher = feed, copies, fetcher
-        self._look, self._link_is_busy, self._in_thread = look, is_busy, in_thread
+    _feed: Feed
+    _copies: Copies
+    _fetcher: PieceFetcher
+    _look: Callable[[], Surroundings]
+    _link_is_busy: Callable[[], bool]
+    _in_thread: InThread
 
     async def run(self) -> None:
         """For ever; what others do wrong is tried again."""

@@ -36,15 +36,12 @@ class Departure:
         if not self._loop.limits.is_over():
             self._leave()
             return
-        self._save_end()
-        if self._do_others_go_on():
-            self._leave()
-
-    def _save_end(self) -> None:
-        """A run that is over is kept, however seldom checkpoints are saved."""
+        # A run that is over is kept, however seldom checkpoints are saved
         turn = self._machine.turn
         if turn is not None and self._connection.last_round is not None:
             self._loop.save(turn.manifest, self._loop.values.base, self._machine.work, final=True)
+        if self._do_others_go_on():
+            self._leave()
 
     def _do_others_go_on(self) -> bool:
         """Serves the others until they have the last round, too; a heartbeat tells the bootstrap node.

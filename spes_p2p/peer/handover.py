@@ -130,7 +130,7 @@ class HandOver:
             for column in sorted(columns)  # nobody is asked where another history won in this moment
         }
         taken: set[int] = set()
-        until = time.monotonic() + self._patience_seconds()
+        until = time.monotonic() + min(max(RAMP_STEPS * self.step_seconds, SHORTEST_WAIT_SECONDS), LONGEST_WAIT_SECONDS)
         while any(waiting.values()) and time.monotonic() < until:
             for column, holders in waiting.items():
                 if holders and self._take_column(manifest.parent, column, holders, until):
@@ -161,6 +161,3 @@ class HandOver:
             )
             return False
         return True
-
-    def _patience_seconds(self) -> float:
-        return min(max(RAMP_STEPS * self.step_seconds, SHORTEST_WAIT_SECONDS), LONGEST_WAIT_SECONDS)

@@ -75,7 +75,10 @@ class VitalsKeeper:
             case ExpertLoad():
                 self._load = event if len(event.mean) <= MAX_EXPERTS else None
             case Warning() | Error():
-                self._write_warning(time, event)
+                if message := shareable(event.message):
+                    before = tuple(warning for warning in self._vitals.warnings if warning.message != message)
+                    new = PeerWarning(time, event.event, message)
+                    self._vitals = replace(self._vitals, warnings=(*before, new)[-MAX_WARNINGS:])
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -97,12 +100,6 @@ class VitalsKeeper:
             highest_load_percent=_percents(load.highest) if load else (),
             lowest_load_percent=_percents(load.lowest) if load else (),
         )
-
-    def _write_warning(self, time: float, event: Warning | Error) -> None:
-        if message := shareable(event.message):
-            before = tuple(warning for warning in self._vitals.warnings if warning.message != message)
-            new = PeerWarning(time, event.event, message)
-            self._vitals = replace(self._vitals, warnings=(*before, new)[-MAX_WARNINGS:])
 
 
 def shareable(message: str) -> str:

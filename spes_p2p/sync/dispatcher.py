@@ -143,7 +143,11 @@ class Dispatcher:
             case do.Persist():
                 self._persist(action)
             case do.Forget():
-                self._forget(action)
+                try:
+                    self._votes.forget(action.above)
+                except StorageFull as error:
+                    self.disk_is_full(error)
+                self.tell(on.IncarnationBegun(self._votes.incarnation))
             case do.Send():
                 self._effects.send(action)
             case do.CloseTraining():
@@ -164,13 +168,6 @@ class Dispatcher:
         except OSError as error:
             self.halted = True  # not a word more: the state machine takes the vote for given
             self._owner.failed(error)
-
-    def _forget(self, action: do.Forget) -> None:
-        try:
-            self._votes.forget(action.above)
-        except StorageFull as error:
-            self.disk_is_full(error)
-        self.tell(on.IncarnationBegun(self._votes.incarnation))
 
     # ---- what binds us ----
 

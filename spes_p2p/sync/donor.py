@@ -80,7 +80,10 @@ class Serving:
             case WiresRequest():
                 return self._wires(request.round)
             case MomentsRequest():
-                return self._offered(request)
+                found = self._moments.serve(request.head, request.first_tile, request.count) if self._moments else None
+                if found is None:
+                    raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
+                return Blob(found[1], pack(found[0]))
             case MomentsTaken():
                 if self._moments is not None:
                     self._moments.note_taken(request.head, request.column)
@@ -99,12 +102,6 @@ class Serving:
         if found is None:
             raise RemoteProtocolError(f"no values of our own on top of {short(request.parent)}")
         return found
-
-    def _offered(self, request: MomentsRequest) -> Blob:
-        found = self._moments.serve(request.head, request.first_tile, request.count) if self._moments else None
-        if found is None:
-            raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
-        return Blob(found[1], pack(found[0]))
 
     def _commits(self, first: int, count: int) -> Blob:
         count = min(max(count, 0), MAX_COMMITS_AT_ONCE)

@@ -9,34 +9,41 @@ what the peer around it provides.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.messages import Commit, Intent, Work
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.exchange.patience import Patience
+from spes_p2p.exchange.rates import Rates
+from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.retention import Retention
+from spes_p2p.exchange.transfers import FewStreams, Transfers
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.door import Door
-from spes_p2p.sync.answers import Answers
+from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.candidate_state import CandidateState
 from spes_p2p.sync.catch_up import CatchUp, Fetched, HeadersOnly
 from spes_p2p.sync.committer import Committer, long_work
 from spes_p2p.sync.disk_history import CommittedStates, DiskHistory
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.donor import Serving
-from spes_p2p.sync.fetchers import Fetchers
+from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_steps
-from spes_p2p.sync.outgoing import Outgoing
+from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.receipts import witness
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.round_log import RoundLog
@@ -46,6 +53,113 @@ from spes_p2p.sync.surroundings import Disk, Hooks, Role
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.tensor_work import RoundDisk, TensorWork
 from spes_p2p.sync.work_audit import WorkAuditor
+from spes_p2p.wire import unpack
+
+LEAST_STALL_SECONDS = 2.0
+
+
+class Fetchers:
+    """`urgent`, `later` and `idle` transfers that share what is known of other peers."""
+
+    def __init__(
+        self, core: Consensus, transport: Transport, layout: Layout, clock: Clock, tell: Callable[[on.Event], None]
+    ) -> None:
+        self._core = core
+        self._clock = clock
+
+        def fetcher(kind: type[Transfers], patient: bool) -> Transfers:
+            return kind(
+                transport, layout, self._stall_seconds, lambda: tell(on.BytesMoved()),
+                lambda peer: tell(on.HostRefusedDial(peer)), patience, patient, rates,
+            )  # fmt: skip
+
+        rates = Rates(clock.now)
+        patience = Patience(lambda: 2 * core.state.pace.deadline_seconds(0), self._trained_seconds)
+        looks_on = not core.state.own.intent.joining
+        self.urgent = fetcher(Transfers, patient=False)
+        self.later = fetcher(FewStreams if looks_on else Transfers, patient=True)
+        """Transfers that yield to what the running round of other peers needs."""
+        self.idle = Transfers(transport, layout, self._stall_seconds, patience=patience, patient=True)
+        """Transfers for repairs, whose bytes are not counted as part of a round."""
+
+    def holders(self) -> list[PeerId]:
+        """Peers that may have the committed state: those heard from recently, and the seeds."""
+        others, now = self._core.state.others, self._clock.now()
+        return [*(peer for peer in others.contacts if self._core.alive(peer, now)), *others.seeds]
+
+    def _stall_seconds(self) -> float:
+        return max(self._core.state.pace.suspect_seconds, LEAST_STALL_SECONDS)
+
+    def _trained_seconds(self) -> float:
+        """How long a round trains, or the running one did."""
+        current = self._core.state.round
+        this = current.closed_at - current.started_at if current.closed_at is not None else 0.0
+        return max(self._core.state.pace.round_seconds, this)
+
+
+class Answers:
+    """What one peer says when it is asked."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        info: RunInfo,
+        history: DiskHistory,
+        outbox: Outbox,
+        serving: Serving,
+        retention: Retention,
+        tasks: Tasks,
+    ) -> None:
+        self._core = dispatcher.core
+        self._dispatcher = dispatcher
+        self._info = info
+        self._outbox = outbox
+        self._serving = serving
+        self._retention = retention
+        self._tasks = tasks
+        self._history = history
+
+    def knows(self, caller: PeerId) -> bool:
+        """Whether `caller` is the organiser, or a member by the chain's newest commit (maybe newer than our tip)."""
+        return caller == self._info.organiser or self._history.disk.chain.names(caller)
+
+    def hear(self, envelope: Envelope) -> None:
+        """A message came."""
+        self._dispatcher.tell(on.MessageReceived(envelope))
+        self._history.hear(envelope.commit)
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        """One envelope in, our envelope out."""
+        self._require_life()
+        envelope = self._outbox.open(caller, request)
+        check_same_run(envelope, self._info)
+        self.hear(envelope)
+        return self._outbox.answer(caller, self._dispatcher.reply_to(caller))
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        """Values, tiles, headers: see `requests`."""
+        self._require_life()
+        asked = unpack_request(request)
+        if isinstance(asked, ValuesRequest):
+            rules = self._core.state.rules
+            check_asker(self._history.disk.store.layout, rules, self._core.tip, caller, asked.first_tile, asked.count)
+            entry = unpack(Contribution, asked.work)
+            if not (self._core.is_counted(asked.parent, entry) or self._core.has_counted(asked.parent, entry)):
+                raise RemoteProtocolError("this peer no longer has the requested work")
+        reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)
+        blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        if self._is_behind(caller):
+            self._retention.asked(caller, asked)
+        return blob
+
+    def _is_behind(self, caller: PeerId) -> bool:
+        """Whether it may need a state for longer than we would keep it anyway; a stranger may."""
+        contact = self._core.state.others.contacts.get(caller)
+        return contact is None or contact.status.round < self._core.tip.round - 1
+
+    def _require_life(self) -> None:
+        if self._dispatcher.halted:
+            raise RemoteProtocolError("this peer is shutting down")
 
 
 class Driver:

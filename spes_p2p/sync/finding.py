@@ -30,7 +30,12 @@ async def find_run(
     """
     records, _ = parse_all(parse_run, await directory.read(RUNS_KEY, timeout_seconds))
     group = choose_run(group_runs(records), run_id, fingerprint)
-    _check_version(group)
+    versions = group.wire_versions
+    if WIRE_VERSION not in versions:
+        raise RemoteProtocolError(
+            f"run {group.run_id} speaks wire version {versions[-1]}, but this program speaks {WIRE_VERSION}",
+            fix="upgrade spes-p2p" if versions[-1] > WIRE_VERSION else "ask the organiser to upgrade",
+        )
     return group
 
 
@@ -94,12 +99,3 @@ def choose_run(groups: list[RunGroup], run_id: str | None = None, fingerprint: s
 
 def _listed(groups: list[RunGroup]) -> str:
     return ", ".join(f"{group.run_id} ({group.fingerprint.hex()[:SHOWN_DIGITS]})" for group in groups)
-
-
-def _check_version(group: RunGroup) -> None:
-    versions = group.wire_versions
-    if WIRE_VERSION not in versions:
-        raise RemoteProtocolError(
-            f"run {group.run_id} speaks wire version {versions[-1]}, but this program speaks {WIRE_VERSION}",
-            fix="upgrade spes-p2p" if versions[-1] > WIRE_VERSION else "ask the organiser to upgrade",
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +152,7 @@ class _Frozen:
         return self.arrays[index] if index in self.arrays else self.source.block(index)
 
 
+@dataclass(eq=False)
 class RebasedState:
     """The state to go on from after a commit: the new values, plus own work that the round did not count.
 
@@ -161,25 +162,16 @@ class RebasedState:
     Work in a tile whose old values are damaged (`is_sound(tile id)`) is lost: nobody knows what it was.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        new: BlockSource,
-        old: BlockSource | None,
-        trained: Snapshot,
-        uncounted: frozenset[int],
-        is_sound: Callable[[int], bool] = lambda tile_id: True,
-    ) -> None:
-        self._layout = layout
-        self._new = new
-        self._old = old
-        self._trained = trained
-        self._uncounted = uncounted
-        self._is_sound = is_sound
+    _layout: Layout
+    _new: BlockSource
+    _old: BlockSource | None
+    _trained: Snapshot
+    _uncounted: frozenset[int]
+    _is_sound: Callable[[int], bool] = lambda tile_id: True
 
     def onto(self, new: BlockSource, uncounted: frozenset[int]) -> RebasedState:
         """The same work on top of another commit, which did not count it in these tiles."""
-        return RebasedState(self._layout, new, self._old, self._trained, uncounted, self._is_sound)
+        return replace(self, _new=new, _uncounted=uncounted)
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)

@@ -45,24 +45,16 @@ class _Round:
     layout: Layout
 
 
+@dataclass(eq=False)
 class WorkAuditor:
     """What an auditor fetches and reads. `judge`: the trainer's, once there is one."""
 
-    def __init__(
-        self,
-        core: Consensus,
-        disk: Disk,
-        outgoing: Outgoing,
-        transfers: Transfers,
-        tasks: Tasks,
-        judge: Callable[[], WorkJudge | None],
-    ) -> None:
-        self._core = core
-        self._disk = disk
-        self._outgoing = outgoing
-        self._transfers = transfers
-        self._tasks = tasks
-        self._judge = judge
+    _core: Consensus
+    _disk: Disk
+    _outgoing: Outgoing
+    _transfers: Transfers
+    _tasks: Tasks
+    _judge: Callable[[], WorkJudge | None]
 
     async def audit(self, entry: Contribution) -> str | None:
         """What is found of work that the tip counts; None where nothing can be said of it, for whatever reason here."""

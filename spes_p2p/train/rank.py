@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -315,7 +315,7 @@ class RankTrainer:
         device = self.ranks.device
         total, targets = torch.zeros(2, dtype=sum_dtype(device), device=device)
         # as it is: other shapes would be compiled for it
-        with nullcontext() if self.guests is None else self.guests.left_out(), _as_it_is():
+        with nullcontext() if self.guests is None else self.guests.left_out(), torch.compiler.set_stance("force_eager"):
             for batch in batches:
                 with autocast(device):
                     parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
@@ -352,10 +352,6 @@ class RankTrainer:
 
 def _has_bf16_gradients(config: Config) -> bool:
     return config.optimizer.gradient_dtype == "bf16"
-
-
-def _as_it_is() -> AbstractContextManager[object]:
-    return torch.compiler.set_stance("force_eager")
 
 
 def totals_of(

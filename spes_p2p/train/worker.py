@@ -366,19 +366,15 @@ def _leave_signals_to_rank_0() -> None:
         signal.signal(ignored, signal.SIG_IGN)
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we could ask
-        sys.exit(1)
-
-
 def main(arguments: list[str]) -> None:
     """`rank world_size device parent_pid store_path`, as LocalRanks starts it."""
     import torch.distributed as dist
 
     _leave_signals_to_rank_0()
     rank, world_size = int(arguments[0]), int(arguments[1])
-    _end_with_parent(int(arguments[3]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(arguments[3]):  # it ended before we could ask
+        sys.exit(1)
     store = dist.FileStore(arguments[4], world_size)
     store.set(_ready_key(rank), "1")
     ranks = connect(rank, world_size, torch.device(arguments[2]), store)

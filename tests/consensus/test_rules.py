@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.child_checks import check_child, check_newcomers
+from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.fragments import due_columns, due_tiles
@@ -30,7 +30,6 @@ from spes_p2p.consensus.messages import (
     Commit,
     Plan,
 )
-from spes_p2p.consensus.plan_rules import check_plan
 from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,

@@ -88,16 +88,13 @@ class DialBackHandler:
             self._served.remove(caller)
 
     async def _try(self, caller: PeerId, ports: Sequence[int]) -> DialBackReply:
-        hosts = await self._hosts_of(caller)
+        # the IP addresses from which the caller is connected to us
+        infos = await self._p2p.list_peers()
+        found = {parse_address(str(m)).host for info in infos if info.peer_id.to_base58() == caller for m in info.addrs}
+        hosts = sorted(found - {""})
         if not hosts or not ports or len(ports) > MAX_PORTS:
             return DialBackReply(False)
         return DialBackReply(True, await self._dial(caller, hosts, ports))
-
-    async def _hosts_of(self, caller: PeerId) -> list[str]:
-        """The IP addresses from which the caller is connected to us."""
-        infos = await self._p2p.list_peers()
-        found = {parse_address(str(m)).host for info in infos if info.peer_id.to_base58() == caller for m in info.addrs}
-        return sorted(found - {""})
 
     async def _dial(self, caller: PeerId, hosts: Sequence[str], ports: Sequence[int]) -> str:
         kinds = {host: "ip6" if ":" in host else "ip4" for host in hosts}
