@@ -7,14 +7,7 @@ from collections.abc import Callable
 from spes_p2p.consensus.electorate import Electorate, Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    QUORUM,
-    Certificate,
-    DegradedVote,
-    Precommit,
-    signing_bytes,
-)
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, DegradedVote, Precommit, signing_bytes
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 

@@ -6,14 +6,9 @@ from collections.abc import Iterable
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PUBLIC
-from spes_p2p.consensus.messages import (
-    Status,
-)
+from spes_p2p.consensus.messages import Status
 from spes_p2p.consensus.part import Part
-from spes_p2p.consensus.state import (
-    MAX_NEWCOMERS,
-    MOST_REMEMBERED,
-)
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_REMEMBERED
 from spes_p2p.ids import Hash, PeerId
 
 

@@ -14,18 +14,10 @@ from spes_p2p.consensus.forks import ForkContext, ForkDecision, Line, best, choo
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    Commit,
-    DegradedProposal,
-    DegradedVote,
-    Signed,
-)
+from spes_p2p.consensus.messages import DEGRADED, Commit, DegradedProposal, DegradedVote, Signed
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.state import (
-    Heard,
-)
+from spes_p2p.consensus.state import Heard
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import NO_HASH
 

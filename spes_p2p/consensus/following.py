@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.actions import (
-    Adopt,
-    CatchUp,
-)
+from spes_p2p.consensus.actions import Adopt, CatchUp
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.lifecycle import Lifecycle
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.state import (
-    MOST_REMEMBERED,
-    Contact,
-)
+from spes_p2p.consensus.state import MOST_REMEMBERED, Contact
 from spes_p2p.ids import Hash, PeerId
 
 

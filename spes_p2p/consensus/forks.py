@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    QUORUM,
-    Commit,
-)
+from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.ids import NO_HASH, Hash, short
 
 Line = tuple[Commit, ...]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.actions import (
-    Send,
-)
+from spes_p2p.consensus.actions import Send
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import Content, Envelope, Equivocation
 from spes_p2p.consensus.heard_votes import HeardVotes
@@ -29,9 +27,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.staging import Staging
-from spes_p2p.consensus.state import (
-    Contact,
-)
+from spes_p2p.consensus.state import Contact
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId, sha256
 

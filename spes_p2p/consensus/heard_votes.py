@@ -13,14 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from spes_p2p.consensus.content import Equivocation, says
-from spes_p2p.consensus.electorate import (
-    MAX_BALLOT,
-    NIL,
-    AnyVote,
-    Electorate,
-    is_polka,
-    make_polka,
-)
+from spes_p2p.consensus.electorate import MAX_BALLOT, NIL, AnyVote, Electorate, is_polka, make_polka
 from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId

@@ -31,10 +31,7 @@ from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.slices import reducer_order
-from spes_p2p.consensus.state import (
-    MOST_PLANS,
-    MOST_VOTES,
-)
+from spes_p2p.consensus.state import MOST_PLANS, MOST_VOTES
 from spes_p2p.consensus.statements import check_content
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.timing import NEVER

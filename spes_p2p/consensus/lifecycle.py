@@ -13,11 +13,7 @@ from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Wo
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
-from spes_p2p.consensus.state import (
-    MAX_SEEDS,
-    Identity,
-    RoundState,
-)
+from spes_p2p.consensus.state import MAX_SEEDS, Identity, RoundState
 from spes_p2p.consensus.statements import is_newer_roll, ready_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.timing import NEVER

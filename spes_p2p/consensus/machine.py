@@ -23,20 +23,8 @@ from spes_p2p.consensus.intake import take
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
-from spes_p2p.consensus.manifest import (
-    Contribution,
-    Manifest,
-    Slice,
-    manifest_hash,
-)
-from spes_p2p.consensus.messages import (
-    Commit,
-    Intent,
-    Report,
-    Signed,
-    Status,
-    plan_hash,
-)
+from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
+from spes_p2p.consensus.messages import Commit, Intent, Report, Signed, Status, plan_hash
 from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State

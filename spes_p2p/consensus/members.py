@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.membership import trainers
-from spes_p2p.consensus.messages import (
-    Intent,
-    Ready,
-    Signed,
-    Status,
-    plan_hash,
-)
+from spes_p2p.consensus.messages import Intent, Ready, Signed, Status, plan_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.ids import NO_HASH, PeerId

@@ -13,15 +13,7 @@ from typing import Literal
 
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
-from spes_p2p.consensus.membership import (
-    FAILED,
-    FEWEST_AUDITORS,
-    LINK_PUBLIC,
-    PASSED,
-    WITHHELD,
-    able_auditors,
-    rank,
-)
+from spes_p2p.consensus.membership import FAILED, FEWEST_AUDITORS, LINK_PUBLIC, PASSED, WITHHELD, able_auditors, rank
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.standing import LONGEST_WAIT
 from spes_p2p.ids import PeerId, sha256

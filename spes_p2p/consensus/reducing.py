@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spes_p2p.consensus.actions import (
-    Build,
-    Reduce,
-)
+from spes_p2p.consensus.actions import Build, Reduce
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import joined_hashes
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import LOST, Report, Signed, plan_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.rules import (
-    Outcome,
-    merge_alpha_for,
-    next_step,
-)
+from spes_p2p.consensus.rules import Outcome, merge_alpha_for, next_step
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.statements import counted

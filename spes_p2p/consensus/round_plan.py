@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.actions import (
-    CloseTraining,
-)
+from spes_p2p.consensus.actions import CloseTraining
 from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
@@ -15,24 +13,12 @@ from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.membership import (
-    LINK_PUBLIC,
-    trainers,
-    weightless,
-)
-from spes_p2p.consensus.messages import (
-    Plan,
-    Ready,
-    Signed,
-    Status,
-    Work,
-)
+from spes_p2p.consensus.membership import LINK_PUBLIC, trainers, weightless
+from spes_p2p.consensus.messages import Plan, Ready, Signed, Status, Work
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.rules import capped_tokens, counts
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
-from spes_p2p.consensus.state import (
-    MOST_READY,
-)
+from spes_p2p.consensus.state import MOST_READY
 from spes_p2p.consensus.statements import contribution, members_after
 from spes_p2p.ids import Hash
 from spes_p2p.ownership.assign import assign

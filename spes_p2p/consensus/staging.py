@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from spes_p2p.consensus.actions import (
-    Fetch,
-    Verify,
-)
+from spes_p2p.consensus.actions import Fetch, Verify
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.holders import Holders
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import (
-    Report,
-    Signed,
-)
+from spes_p2p.consensus.messages import Report, Signed
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.state import (
-    MAX_FAILED_FETCHES,
-    Key,
-    Wanted,
-)
+from spes_p2p.consensus.state import MAX_FAILED_FETCHES, Key, Wanted
 from spes_p2p.consensus.trials import Checks
 from spes_p2p.ids import NO_HASH, Hash
 

@@ -15,14 +15,7 @@ from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
 from spes_p2p.consensus.content import Content, Equivocation, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.manifest import (
-    Audited,
-    Contribution,
-    Manifest,
-    Merge,
-    Slice,
-    manifest_hash,
-)
+from spes_p2p.consensus.manifest import Audited, Contribution, Manifest, Merge, Slice, manifest_hash
 from spes_p2p.consensus.membership import (
     EVERYBODY,
     FAILED,

@@ -8,15 +8,10 @@ from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.membership import MAX_MEMBERS
-from spes_p2p.consensus.messages import (
-    Signed,
-    Status,
-)
+from spes_p2p.consensus.messages import Signed, Status
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
-from spes_p2p.consensus.state import (
-    Contact,
-)
+from spes_p2p.consensus.state import Contact
 from spes_p2p.consensus.statements import ready_of
 from spes_p2p.consensus.timing import NEVER, Moment
 from spes_p2p.consensus.vote_record import ballot_of

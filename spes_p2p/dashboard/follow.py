@@ -15,10 +15,7 @@ from typing import Any
 
 from spes_p2p.consensus.manifest import Audited, manifest_hash
 from spes_p2p.consensus.membership import FAILED, Admission
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    Commit,
-)
+from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source

@@ -13,9 +13,7 @@ from typing import Protocol
 
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange.requests import MAX_COMMITS_AT_ONCE
 from spes_p2p.ids import Hash, PeerId, short

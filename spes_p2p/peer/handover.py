@@ -11,9 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Status,
-)
+from spes_p2p.consensus.messages import Status
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.events import Columns, Event, Warning

@@ -9,9 +9,7 @@ from pathlib import Path
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import trainers
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text, span_text

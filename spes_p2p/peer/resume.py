@@ -12,9 +12,7 @@ from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import SyncConfig
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId

@@ -24,11 +24,7 @@ from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.state.tile_area import Areas, TileArea, TileData, tile_bytes
-from spes_p2p.state.version import (
-    HASHES_FILE,
-    WIRE_FOLDER,
-    Version,
-)
+from spes_p2p.state.version import HASHES_FILE, WIRE_FOLDER, Version
 
 _DECODED_FOLDER = "decoded"
 _ASIDE_FOLDER = "aside"

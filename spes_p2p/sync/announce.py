@@ -14,9 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from spes_p2p.consensus.manifest import WIRE_VERSION, manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.ports import Network

@@ -15,10 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
 from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Certificate,
-    Commit,
-)
+from spes_p2p.consensus.messages import Certificate, Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within, first_good
 from spes_p2p.exchange.requests import ChainPart, ChainRequest, pack_request

@@ -19,9 +19,7 @@ from spes_p2p.consensus.certificate import CheckSignature, check_certificate
 from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull

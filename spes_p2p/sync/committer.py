@@ -18,9 +18,7 @@ from spes_p2p.consensus.forks import ForkDecision, parted_text, tokens_lost
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged

@@ -11,9 +11,7 @@ from spes_p2p import failpoints
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached

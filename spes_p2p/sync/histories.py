@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import seconds_text

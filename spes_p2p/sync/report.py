@@ -16,10 +16,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import NOBODY, Admission, electors
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    Commit,
-)
+from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError

@@ -18,10 +18,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.audits import most_lost
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.manifest import (
-    Slice,
-    manifest_hash,
-)
+from spes_p2p.consensus.manifest import Slice, manifest_hash
 from spes_p2p.consensus.messages import LOST, Plan, Report, plan_hash
 from spes_p2p.errors import NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.failpoints import reached

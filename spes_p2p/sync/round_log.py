@@ -9,10 +9,7 @@ from spes_p2p.consensus.forks import tokens_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import weightless
-from spes_p2p.consensus.messages import (
-    LOST,
-    Commit,
-)
+from spes_p2p.consensus.messages import LOST, Commit
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.ports import Clock, Transport

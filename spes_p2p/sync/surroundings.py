@@ -8,10 +8,7 @@ from typing import Protocol
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.manifest import Contribution, Manifest
-from spes_p2p.consensus.messages import (
-    Commit,
-    Intent,
-)
+from spes_p2p.consensus.messages import Commit, Intent
 from spes_p2p.data.leases import Ranges
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest

@@ -16,12 +16,7 @@ import numpy as np
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.content import Content
-from spes_p2p.consensus.manifest import (
-    Contribution,
-    Manifest,
-    Merge,
-    Slice,
-)
+from spes_p2p.consensus.manifest import Contribution, Manifest, Merge, Slice
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Plan
 from spes_p2p.consensus.rules import RunRules

@@ -23,16 +23,7 @@ from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.testing.sim_state import (
-    Disk,
-    State,
-    Trained,
-    check_fake,
-    next_state,
-    root_of,
-    split,
-    trained_positions,
-)
+from spes_p2p.testing.sim_state import Disk, State, Trained, check_fake, next_state, root_of, split, trained_positions
 
 AnyWord = Signed[Prevote] | Signed[Precommit] | Signed[Proposal]
 

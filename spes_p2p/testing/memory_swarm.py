@@ -14,9 +14,7 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.messages import (
-    Intent,
-)
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId, sha256

@@ -20,9 +20,7 @@ import numpy as np
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.messages import (
-    Intent,
-)
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
 from spes_p2p.state.basis import Coordinates

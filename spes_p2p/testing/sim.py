@@ -20,9 +20,7 @@ from spes_p2p.consensus.forks import best
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import OwnershipRequest

@@ -9,12 +9,7 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.manifest import (
-    Contribution,
-    Manifest,
-    Slice,
-    manifest_hash,
-)
+from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.membership import FAILED, PASSED
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.state import Identity

@@ -12,21 +12,8 @@ from functools import reduce
 from typing import TypeVar
 
 from spes_p2p.consensus.ledger import EMPTY, Ledger
-from spes_p2p.consensus.manifest import (
-    Manifest,
-    Merge,
-    Slice,
-    manifest_hash,
-)
-from spes_p2p.consensus.messages import (
-    Commit,
-    DegradedVote,
-    Plan,
-    Precommit,
-    Signed,
-    Work,
-    signing_bytes,
-)
+from spes_p2p.consensus.manifest import Manifest, Merge, Slice, manifest_hash
+from spes_p2p.consensus.messages import Commit, DegradedVote, Plan, Precommit, Signed, Work, signing_bytes
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.data.leases import Range, take

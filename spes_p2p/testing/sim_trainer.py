@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest
-from spes_p2p.consensus.messages import (
-    Commit,
-    Work,
-)
+from spes_p2p.consensus.messages import Commit, Work
 from spes_p2p.data.leases import count
 from spes_p2p.ids import Hash, sha256, short
 from spes_p2p.testing.sim_state import BATCH_SEQUENCES, SEQUENCE_TOKENS, STEPS, Trained, trained_positions

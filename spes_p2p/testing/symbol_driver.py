@@ -18,9 +18,7 @@ from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    Commit,
-)
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerSilent, StorageFull
 from spes_p2p.ids import NO_HASH, Hash, PeerId

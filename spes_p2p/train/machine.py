@@ -14,9 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.manifest import Contribution, Manifest
-from spes_p2p.consensus.messages import (
-    Work,
-)
+from spes_p2p.consensus.messages import Work
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import (
-    Status,
-)
+from spes_p2p.consensus.messages import Status
 from spes_p2p.consensus.timing import NEVER, Pace
 from spes_p2p.ids import NO_HASH, PeerId
 

@@ -13,10 +13,7 @@ from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_CLASSES, LINK_PRIVATE, Member
-from spes_p2p.consensus.messages import (
-    Commit,
-    Status,
-)
+from spes_p2p.consensus.messages import Commit, Status
 from spes_p2p.consensus.rules import renewed_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull

@@ -16,9 +16,7 @@ from pathlib import Path
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Admission, Member
-from spes_p2p.consensus.messages import (
-    Intent,
-)
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId

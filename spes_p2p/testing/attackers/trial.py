@@ -52,14 +52,7 @@ from spes_p2p.testing.attackers.contributions import (
     Thousandfold,
 )
 from spes_p2p.testing.attackers.leaders import LEADERS
-from spes_p2p.testing.attackers.reducers import (
-    AlteredTile,
-    NamesLost,
-    NoisyTiles,
-    NotFiniteTiles,
-    QuietTiles,
-    altered,
-)
+from spes_p2p.testing.attackers.reducers import AlteredTile, NamesLost, NoisyTiles, NotFiniteTiles, QuietTiles, altered
 from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, IdleKeys, StrangerKeys
 from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
