@@ -58,7 +58,7 @@ ARMS = {
     "guests-muon": "guests-16 optimizer.name=muon",
     "guests-muon-int8": "guests-muon sync.codec=int8 sync.guest_codec=int8",
     "guests-muon-int4": "guests-muon sync.codec=int4 sync.guest_codec=int4",
-    "guests-often-muon": "guests-often optimizer.name=muon",
+    "guests-often-muon-int8": "guests-often optimizer.name=muon sync.codec=int8 sync.guest_codec=int8",
     "diloco-muon": "diloco optimizer.name=muon",
     "diloco-muon-int4": "diloco-muon sync.codec=int4",
     "diloco-often-muon": "diloco-often optimizer.name=muon",
