@@ -45,7 +45,8 @@ class PieceCache:
         self._needed = np.zeros(self.capacity, np.int64)
         self._clock = 0
         self._free: list[int] = []
-        self._used = 0
+        self.used = 0
+        """Slots that have been written: what the file takes of the disk."""
         self._open()
 
     def close(self) -> None:
@@ -58,14 +59,9 @@ class PieceCache:
         return self.grid.catalogue.dataset_hash
 
     @property
-    def used(self) -> int:
-        """Slots that have been written: what the file takes of the disk."""
-        return self._used
-
-    @property
     def held(self) -> int:
         """Pieces that are here."""
-        return self._used - len(self._free)
+        return self.used - len(self._free)
 
     def has(self, pieces: NDArray[np.int64]) -> NDArray[np.bool_]:
         with self._lock:
@@ -118,24 +114,24 @@ class PieceCache:
                 write_into(self._slots, slot * self._slot_bytes, joined)
                 write_into(self._numbers, slot * _NUMBER_BYTES, (piece + 1).to_bytes(_NUMBER_BYTES, "little"))
         except StorageFull:
-            self.capacity = self._used
-            if slot < self._used:
+            self.capacity = self.used
+            if slot < self.used:
                 self._free.append(slot)
             raise
-        self._used = max(self._used, slot + 1)
+        self.used = max(self.used, slot + 1)
         self._piece_in[slot], self._slot_of[piece], self._needed[slot] = piece, slot + 1, self._clock
 
     def _slot(self) -> int | None:
         """A free slot, one that was never used, or that of the piece that was needed least recently."""
-        if not self._free and self._used >= self.capacity:
+        if not self._free and self.used >= self.capacity:
             self._make_room()
         if self._free:
             return self._free.pop()
-        return self._used if self._used < self.capacity else None
+        return self.used if self.used < self.capacity else None
 
     def _make_room(self) -> None:
-        slots = np.flatnonzero(self._needed[: self._used] < self._clock)
-        few = max(1, self._used // _FREED_AT_ONCE)
+        slots = np.flatnonzero(self._needed[: self.used] < self._clock)
+        few = max(1, self.used // _FREED_AT_ONCE)
         if len(slots) > few:
             slots = slots[np.argpartition(self._needed[slots], few)[:few]]
         for slot in slots.tolist():
@@ -155,7 +151,7 @@ class PieceCache:
         numbers = numbers[:whole]
         os.ftruncate(self._slots, min(os.fstat(self._slots).st_size, self.capacity * self._slot_bytes))
         os.ftruncate(self._numbers, len(numbers) * _NUMBER_BYTES)
-        self._used = len(numbers)
+        self.used = len(numbers)
         for slot, piece in enumerate(numbers.tolist()):
             if 0 <= piece < self.grid.total and not self._slot_of[piece]:
                 self._piece_in[slot], self._slot_of[piece] = piece, slot + 1

@@ -30,19 +30,15 @@ class OwnModel(nn.Module):
         self.module = module
         self._loss = loss
         self._blocks = tuple(map(tuple, blocks))
-        self._owned: tuple[int, ...] = ()
-
-    @property
-    def owned(self) -> tuple[int, ...]:
+        self.owned: tuple[int, ...] = ()
         """The columns trained here."""
-        return self._owned
 
     def set_owned(self, owned: Sequence[int]) -> None:
         """Changes which columns are trained here."""
-        self._owned = tuple(owned)
+        self.owned = tuple(owned)
         for block, names in enumerate(self._blocks):
             for name in names:
-                self.module.get_parameter(name).requires_grad_(block == 0 or block - 1 in self._owned)
+                self.module.get_parameter(name).requires_grad_(block == 0 or block - 1 in self.owned)
 
     def masters_in_fp32(self) -> AbstractContextManager[None]:
         """Nothing to do: the parameters that are stepped are those that compute."""

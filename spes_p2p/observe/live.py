@@ -244,7 +244,8 @@ class LiveModel:
         self._losses: deque[float] = deque(maxlen=LOSSES_KEPT)
         self._tokens = 0
         self._paused = ""
-        self._messages: tuple[str, ...] = ()
+        self.messages: tuple[str, ...] = ()
+        """The newest ones, with their times."""
         self._is_round_newest = False
         """Whether the newest message is of a round: the next one takes its place."""
 
@@ -256,7 +257,7 @@ class LiveModel:
         if isinstance(event, Pause):
             self._paused = event.why if event.paused else ""
         if isinstance(event, Round) and event.own_tokens > 0:
-            self._messages = self._messages[:-1] if self._is_round_newest else self._messages
+            self.messages = self.messages[:-1] if self._is_round_newest else self.messages
             self._note(time, f"round {event.round} committed, your {count_text(event.own_tokens)} tokens counted")
             self._is_round_newest = True
         # what these tell is on the screen, or for those who read metrics
@@ -272,11 +273,6 @@ class LiveModel:
         view = self._view
         trained = f"{count_text(self._tokens)} tokens trained here in {seconds_text(self._clock() - self._started)}"
         return f"round {view.round}, step {view.step:,}: {trained}"
-
-    @property
-    def messages(self) -> tuple[str, ...]:
-        """The newest ones, with their times."""
-        return self._messages
 
     def state(self) -> LiveState:
         view = self._view
@@ -298,10 +294,10 @@ class LiveModel:
             bytes_sent=view.bytes_sent,
             bytes_received=view.bytes_received,
             seconds_to_sync=view.seconds_to_sync(),
-            messages=self._messages,
+            messages=self.messages,
         )
 
     def _note(self, time: float, text: str) -> None:
         self._is_round_newest = False
         clock = wall_time.strftime("%H:%M:%S", wall_time.localtime(time))
-        self._messages = (*self._messages, f"{clock} {text}")[-MESSAGES_SHOWN:]
+        self.messages = (*self.messages, f"{clock} {text}")[-MESSAGES_SHOWN:]

@@ -113,7 +113,7 @@ async def _keep_looking(metrics: NodeMetrics, look: Callable[[], NodeState]) -> 
 
 def state_of_node(transport: Transport) -> NodeState:
     """Of a node of the DHT alone."""
-    return NodeState(transport.bytes_sent, transport.bytes_received)
+    return NodeState(transport.traffic.sent, transport.traffic.received)
 
 
 def state_of_run(
@@ -123,8 +123,8 @@ def state_of_run(
     newest, received_at = chain.newest_received or (None, None)
     manifest, archived = newest.manifest if newest else None, organiser.archived
     return NodeState(
-        transport.bytes_sent,
-        transport.bytes_received,
+        transport.traffic.sent,
+        transport.traffic.received,
         round=manifest.round if manifest else None,
         step=manifest.step if manifest else None,
         tokens=manifest.tokens if manifest else None,

@@ -149,7 +149,7 @@ class MemoryTransport:
         self._network, self._owner, self._limits = network, owner, limits
         self._calls: calls.CallServer | None = None
         self._server: StreamServer | None = None
-        self._traffic = limits.traffic()
+        self.traffic = limits.traffic()
         self._streams: dict[MemoryStream, None] = {}
 
     @property
@@ -160,28 +160,13 @@ class MemoryTransport:
     def addresses(self) -> tuple[str, ...]:
         return (f"/memory/{self.peer_id}/p2p/{self.peer_id}",)
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._traffic.sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._traffic.received
-
-    @property
-    def patient_bytes_received(self) -> int:
-        return self._traffic.patient_received
-
-    def measured_uplink(self) -> float:
-        return self._traffic.meter.rate()
-
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody is found by name here."""
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._require_life()
         self._calls = calls.CallServer(handler, is_member)
-        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
+        self._server = StreamServer(handler, self.traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         self._owner.stop()
@@ -195,7 +180,7 @@ class MemoryTransport:
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         self._require_life()
         calls.check_request(request)
-        self._traffic.count_sent(len(request))
+        self.traffic.count_sent(len(request))
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         copies = 1 + (self._network.roads.rng.random() < self._shape_to(peer).duplication)
         for _ in range(copies):
@@ -206,7 +191,7 @@ class MemoryTransport:
                 answer = await reply
         except TimeoutError as error:
             raise PeerSilent(f"{short(peer)} did not answer within {timeout_seconds:g} s") from error
-        self._traffic.count_received(len(answer))
+        self.traffic.count_received(len(answer))
         return calls.unwrap(peer, answer)
 
     async def _deliver(self, peer: PeerId, request: bytes, reply: asyncio.Future[bytes]) -> None:
@@ -230,7 +215,7 @@ class MemoryTransport:
         if self._calls is None:
             return calls.NOT_SERVING
         answers: list[bytes] = []
-        self._traffic.count_received(len(request))
+        self.traffic.count_received(len(request))
         served = self._calls
 
         async def answer() -> None:
@@ -239,7 +224,7 @@ class MemoryTransport:
         await asyncio.wait((self._owner.spawn(answer()),))
         if not answers:
             raise PeerClosed(f"{short(self.peer_id)} ended in the middle of a call")
-        self._traffic.count_sent(len(answers[0]))
+        self.traffic.count_sent(len(answers[0]))
         return answers[0]
 
     # ---- streams ----
@@ -256,7 +241,7 @@ class MemoryTransport:
             except TimeoutError as error:
                 raise PeerSilent(f"{short(peer)} opened no stream within {timeout_seconds:g} s") from error
 
-        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic, patient)
+        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient)
 
     async def _open_stream(self, peer: PeerId) -> MemoryStream:
         network = self._network
@@ -349,11 +334,7 @@ class MemoryDirectory:
         self._network, self._owner = network, owner
         self._replica: dict[str, dict[PeerId, _Stored]] = {}
         self._expirations: dict[str, float] = {}
-        self._dropped = 0
-
-    @property
-    def dropped(self) -> int:
-        return self._dropped
+        self.dropped = 0
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
         envelope.check_ttl(ttl_seconds)
@@ -394,7 +375,7 @@ class MemoryDirectory:
         try:
             return envelope.open_envelope(self._owner.verifier, data, key, subkey, now).value
         except RemoteProtocolError:
-            self._dropped += 1
+            self.dropped += 1
             return None
 
     async def _round_trip(self) -> None:

@@ -10,9 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from spes_p2p.ids import PeerId
+
+if TYPE_CHECKING:
+    from spes_p2p.swarm.streams import Traffic
 
 CHUNK_BYTES = 256 * 2**10
 """Size of one message of a stream: the best of the sizes measured on libp2p streams."""
@@ -131,18 +134,8 @@ class Transport(Protocol):
         ...
 
     @property
-    def bytes_sent(self) -> int: ...
-
-    @property
-    def bytes_received(self) -> int: ...
-
-    @property
-    def patient_bytes_received(self) -> int:
-        """Of `bytes_received`, those of `patient` fetches."""
-        ...
-
-    def measured_uplink(self) -> float:
-        """Bytes a second that this peer can send, as far as its transfers have shown; 0.0 while they have not."""
+    def traffic(self) -> Traffic:
+        """What went over all calls and streams so far, and how fast this peer's uplink is."""
         ...
 
     async def close(self) -> None: ...

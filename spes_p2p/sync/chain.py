@@ -154,30 +154,22 @@ class Chain:
         self._files = CommitFiles(directory, mends)
         self._writing = threading.Lock()
         self._lock = threading.RLock()
-        self._length = self._files.count()
-        self._newest: tuple[Commit, float] | None = None
+        self.length = self._files.count()
+        self.newest_received: tuple[Commit, float] | None = None
+        """The last commit, and when it came here (see `received_at`)."""
         self._members = frozenset[PeerId]()
-        self._ledger = _ledger_on_disk(self._files, self._length)
-        self._end_with(self._length)
+        self._ledger = _ledger_on_disk(self._files, self.length)
+        self._end_with(self.length)
 
     @property
     def newest(self) -> Commit | None:
         """The last commit, None before genesis."""
-        newest = self._newest
+        newest = self.newest_received
         return newest[0] if newest is not None else None
 
     def names(self, peer: PeerId) -> bool:
         """Whether the last commit names `peer` as a member."""
         return peer in self._members
-
-    @property
-    def newest_received(self) -> tuple[Commit, float] | None:
-        """The last commit, and when it came here (see `received_at`)."""
-        return self._newest
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     def commit(self, round: int) -> Commit:
         """The commit of a round that is here. Raises StateError where its file is damaged."""
@@ -187,7 +179,7 @@ class Chain:
     def find(self, round: int) -> Commit | None:
         """The commit of a round, None where the chain has none (any more)."""
         with self._lock:
-            return self.commit(round) if 0 <= round < self._length else None
+            return self.commit(round) if 0 <= round < self.length else None
 
     def commit_of(self, manifest: Manifest) -> Commit | None:
         """The commit of this very manifest, None where it is not of our history (any more)."""
@@ -208,7 +200,7 @@ class Chain:
         """What is counted up to a round that is here; nothing at genesis, and before it."""
         with self._lock:
             found = self._ledger
-            for later in range(self._length - 1, round, -1):
+            for later in range(self.length - 1, round, -1):
                 manifest = self.commit(later).manifest
                 found = found.before(manifest.roster, manifest.audited)
             return found
@@ -230,9 +222,9 @@ class Chain:
         """
         round = commit.manifest.round
         with self._writing:
-            if round > self._length:
-                raise LocalProtocolError(f"the commit of round {round} does not follow {self._length} commits")
-            if round < self._length:
+            if round > self.length:
+                raise LocalProtocolError(f"the commit of round {round} does not follow {self.length} commits")
+            if round < self.length:
                 if self.commit(round).manifest == commit.manifest:
                     return
                 self._cut(round)
@@ -258,17 +250,17 @@ class Chain:
 
     def _cut(self, round: int) -> None:
         with self._lock:
-            before = self._length
+            before = self.length
             self._ledger = self.ledger(round - 1)
             self._end_with(round)
             self._files.remove(round, before)
 
     def _end_with(self, length: int, newest: Commit | None = None) -> None:
         last = length - 1
-        self._newest = (newest or self.commit(last), self.received_at(last)) if length else None
-        members = self._newest[0].manifest.members if self._newest is not None else ()
+        self.newest_received = (newest or self.commit(last), self.received_at(last)) if length else None
+        members = self.newest_received[0].manifest.members if self.newest_received is not None else ()
         self._members = frozenset(member.peer for member in members)
-        self._length = length
+        self.length = length
 
     def part(self, first: int, count: int, max_bytes: int) -> tuple[bytes, ...]:
         """The packed commits from round `first` on: up to `count`, as long as they have no more than `max_bytes`.
@@ -277,7 +269,7 @@ class Chain:
         """
         found: list[bytes] = []
         with self._lock:  # commits of two histories must not follow each other
-            for round in range(first, min(first + count, self._length)):
+            for round in range(first, min(first + count, self.length)):
                 data = self._files.read(round)
                 max_bytes -= len(data)
                 if found and max_bytes < 0:

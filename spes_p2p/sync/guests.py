@@ -116,12 +116,8 @@ class Bases:
     def __init__(self, directory: Path, layout: Layout) -> None:
         """Nothing is known yet: see `open`."""
         self._directory, self._layout = directory, layout
-        self._bases: dict[int, Basis] = {}
-
-    @property
-    def now(self) -> Mapping[int, Basis]:
+        self.now: dict[int, Basis] = {}
         """By column; stays as it is when others follow."""
-        return self._bases
 
     def open(self, chain: Chain, tip: Manifest) -> None:
         """Keeps, or reads, those of the last hand-outs that manifest `tip` tells of."""
@@ -130,12 +126,12 @@ class Bases:
         found = {}
         for column, round in enumerate(tip.column_rounds):
             mark = chain.commit(round).certificate.manifest
-            known = self._bases.get(column)
+            known = self.now.get(column)
             if known is None or known.mark != mark:
                 known = self._read(column, mark) if round else first_basis(self._layout, column, mark)
             if known is not None:
                 found[column] = known
-        self._bases = found
+        self.now = found
 
     def settle(self, manifest: Manifest, mark: Hash, before: BlockSource, after: BlockSource) -> None:
         """Derives those of the columns that `manifest`, whose hash is `mark`, has handed out: `before` to `after`."""
@@ -145,7 +141,7 @@ class Bases:
             block - 1: next_basis(self._layout, block - 1, mark, before.block(block), after.block(block))
             for block in sorted({piece.block for piece in manifest.slices} - {0})
         }
-        self._bases = self._bases | made
+        self.now = self.now | made
         for column, basis in made.items():
             self._write(column, basis)
 

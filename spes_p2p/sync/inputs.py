@@ -51,7 +51,8 @@ class Inputs:
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self._snapshot = self._earlier = Snapshot(NO_HASH, {})
+        self.snapshot = self._earlier = Snapshot(NO_HASH, {})
+        """The newest one."""
         self._folder = self._earlier_folder = directory / "none"
         self.keeps_earlier = keeps_earlier
         self._count = 0
@@ -72,9 +73,9 @@ class Inputs:
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
-        if self.keeps_earlier and parent != self._snapshot.parent:
-            self._earlier, self._earlier_folder = self._snapshot, self._folder
-        self._snapshot = Snapshot(parent, arrays, coordinates or {})  # at once: readers see the one or the other
+        if self.keeps_earlier and parent != self.snapshot.parent:
+            self._earlier, self._earlier_folder = self.snapshot, self._folder
+        self.snapshot = Snapshot(parent, arrays, coordinates or {})  # at once: readers see the one or the other
         self._folder = folder
         for older in self._directory.iterdir():
             if older not in (folder, self._earlier_folder):
@@ -100,26 +101,21 @@ class Inputs:
         )
 
     @property
-    def snapshot(self) -> Snapshot:
-        """The newest one."""
-        return self._snapshot
-
-    @property
     def parent(self) -> Hash:
         """The manifest that the snapshot was trained on; NO_HASH when there is none."""
-        return self._snapshot.parent
+        return self.snapshot.parent
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return self._snapshot.blocks
+        return self.snapshot.blocks
 
     def block(self, index: int) -> Values:
         """The trained values of a block. KeyError for one that was not trained here."""
-        return self._snapshot.block(index)
+        return self.snapshot.block(index)
 
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
-        snapshot, tiles = self._snapshot, self._tiles(first_tile, count)
+        snapshot, tiles = self.snapshot, self._tiles(first_tile, count)
         if parent == self._earlier.parent:
             snapshot = self._earlier
         if parent != snapshot.parent or not tiles or tiles[0].block not in snapshot.arrays:
@@ -128,7 +124,7 @@ class Inputs:
 
     def coordinates(self, parent: Hash, first_tile: int, count: int) -> Coordinates | None:
         """What was trained as a guest in consecutive tiles of a column of others, or None."""
-        snapshot, tiles = self._snapshot, self._tiles(first_tile, count)
+        snapshot, tiles = self.snapshot, self._tiles(first_tile, count)
         found = snapshot.coordinates.get(tiles[0].block - 1) if tiles and parent == snapshot.parent else None
         if found is None:
             return None

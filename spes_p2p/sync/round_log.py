@@ -58,7 +58,7 @@ class RoundLog:
     def begin(self) -> None:
         """Another round begins."""
         self._times = RoundTimes(
-            self._clock.now(), sent_before=self._transport.bytes_sent, received_before=self._urgent_bytes_received()
+            self._clock.now(), sent_before=self._transport.traffic.sent, received_before=self._urgent_bytes_received()
         )
 
     def closed(self) -> None:
@@ -77,15 +77,15 @@ class RoundLog:
 
     def received(self) -> tuple[float, int]:
         """(seconds of our clock, bytes that came until then)"""
-        return self._clock.now(), self._transport.bytes_received
+        return self._clock.now(), self._transport.traffic.received
 
     def _urgent_bytes_received(self) -> int:
         """Without the run's data, which comes beside the rounds."""
-        return self._transport.bytes_received - self._transport.patient_bytes_received
+        return self._transport.traffic.received - self._transport.traffic.patient_received
 
     def uplink(self) -> int:
         """Bytes a second, as measured."""
-        return int(self._transport.measured_uplink())
+        return int(self._transport.traffic.meter.rate())
 
     def applied(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Applied:
         """What became of the round: `first` is the child of the tip that we had, `fork` what we left for `commit`."""
@@ -100,7 +100,7 @@ class RoundLog:
             self._uncounted(first) if first is not None else frozenset(),
             first is not None and commit.manifest.round > first.round,
             times.seconds(),
-            self._transport.bytes_sent - times.sent_before,
+            self._transport.traffic.sent - times.sent_before,
             self._urgent_bytes_received() - times.received_before,
             self.core.state.pace.deadline_seconds(0),
             self._leavers(),

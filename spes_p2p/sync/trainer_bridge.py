@@ -38,7 +38,7 @@ class TrainerBridge:
         self._changed = threading.Condition()
         self._applied: list[Applied] = []
         self._closing = False
-        self._stopping = False
+        self.stopping = False
         self.stopped_at = 0.0
         """When the peer was asked to end, monotonic seconds."""
         self._failure: BaseException | None = None
@@ -92,7 +92,7 @@ class TrainerBridge:
     def stop(self) -> None:
         """The peer should end: training stops after the running step."""
         with self._changed:
-            self._stopping, self.stopped_at = True, time.monotonic()
+            self.stopping, self.stopped_at = True, time.monotonic()
             self._changed.notify_all()
             calls = tuple(self._on_stop)
         for call in calls:
@@ -102,7 +102,7 @@ class TrainerBridge:
     def on_stop(self, call: Callable[[], object]) -> Iterator[None]:
         """`call` is made when the peer should end, by whoever says so; at once where that has happened already."""
         with self._changed:
-            late = self._stopping or self._failure is not None
+            late = self.stopping or self._failure is not None
             self._on_stop.append(call)
         if late:
             call()
@@ -112,10 +112,6 @@ class TrainerBridge:
             with self._changed:
                 self._on_stop.remove(call)
 
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
-
     # ---- the training thread ----
 
     def should_stop(self) -> bool:
@@ -124,7 +120,7 @@ class TrainerBridge:
 
     def has_news(self) -> bool:
         """Whether there is a commit to go on from, or a reason to stop."""
-        return self._stopping or bool(self._applied) or self._failure is not None
+        return self.stopping or bool(self._applied) or self._failure is not None
 
     def wait(self, until: float = float("inf"), heed_stop: bool = True) -> News:
         """Waits for commits. Comes back empty when the peer should stop (if heeded) or at `until` (monotonic seconds).
@@ -137,7 +133,7 @@ class TrainerBridge:
                 if self._failure is not None:
                     raise self._failure
                 left = until - time.monotonic()
-                if left <= 0 or (heed_stop and self._stopping):
+                if left <= 0 or (heed_stop and self.stopping):
                     return News(())
                 self._changed.wait(min(left, 1.0))
             events, self._applied = tuple(self._applied), []

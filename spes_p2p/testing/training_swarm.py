@@ -217,7 +217,7 @@ class TrainingSwarm(MemorySwarm):
 
     def bytes_sent(self) -> int:
         """By all peers together, until now."""
-        return sum(peer.node.transport.bytes_sent for peer in self.peers.values())
+        return sum(peer.node.transport.traffic.sent for peer in self.peers.values())
 
 
 @dataclass(frozen=True)

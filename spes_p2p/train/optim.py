@@ -16,7 +16,7 @@ decay and no ramp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -74,7 +74,8 @@ class Optimizer:
         self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
         self._guest_kind = Float32(config.model_copy(update={"weight_decay": 0.0}))
-        self._guests: dict[int, Group] = {}
+        self.guests: dict[int, Group] = {}
+        """By column of others: what a guest trains there."""
         """What is trained in columns of others, for those that have a basis."""
         self._masters: dict[int, tuple[nn.Parameter, int]] = {}
         """Where a row's gradient is, by the row's id: in that of its master."""
@@ -88,7 +89,7 @@ class Optimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of moments, with their scales."""
-        groups = (*self.groups, *self._guests.values())
+        groups = (*self.groups, *self.guests.values())
         moments = (tensor for group in groups for kept in group.moments.values() for tensor in kept.values())
         return sum(tensor.nbytes for tensor in moments)
 
@@ -110,25 +111,20 @@ class Optimizer:
         for column, tensors in groups:
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
-        guests = self._guests if keep_moments else {}
-        self._guests = {}
+        guests = self.guests if keep_moments else {}
+        self.guests = {}
         for column, group in guests.items():
             if column not in self._groups:
-                self._guests[column] = replace(group, tensors=self._guest_tensors(model, column))
-
-    @property
-    def guests(self) -> Mapping[int, Group]:
-        """By column of others: what a guest trains there."""
-        return self._guests
+                self.guests[column] = replace(group, tensors=self._guest_tensors(model, column))
 
     def begin_guest(self, model: Transformer, column: int, steps: int, moments: dict[str, Stored]) -> None:
         """Trains what a guest changes in a column; without `steps` the moments are fresh."""
         tensors = self._guest_tensors(model, column)
-        self._guests[column] = Group(column, tensors, False, steps, moments if steps else {}, is_guest=True)
+        self.guests[column] = Group(column, tensors, False, steps, moments if steps else {}, is_guest=True)
 
     def end_guest(self, column: int) -> None:
         """Trains it no more."""
-        self._guests.pop(column, None)
+        self.guests.pop(column, None)
 
     def _guest_tensors(self, model: Transformer | OwnModel, column: int) -> dict[str, nn.Parameter]:
         assert isinstance(model, Transformer)
@@ -188,12 +184,12 @@ class Optimizer:
             kind.update(self._pieces(group, names, gradient_of or _own_gradient), group.steps, own)
 
         self._from_bank_to_bank(step)
-        for group in (*self.groups, *self._guests.values()):
+        for group in (*self.groups, *self.guests.values()):
             group.steps += 1
 
     def _from_bank_to_bank(self, act: Callable[[Group, list[str]], None]) -> None:
         """Acts on all tensors of all groups, those of owned experts in a bank at a time, while its masters are fp32."""
-        for group in (*self.groups, *self._guests.values()):
+        for group in (*self.groups, *self.guests.values()):
             if group.column is None or group.is_guest or not self._banks:
                 act(group, list(group.tensors))
         for layer, bank in enumerate(self._banks):

@@ -74,7 +74,8 @@ class Trainer:
         """Micro-batches of which the fastest is taken before the next step, if there are any."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
-        self._parked = False
+        self.is_parked = False
+        """Whether the tensors are off the device."""
         self._late_state: tuple[BlockSource, int, bool] | None = None
         self._late_bases: tuple[dict[int, Basis], bool] | None = None
         build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
@@ -106,27 +107,22 @@ class Trainer:
         notes, self._rank.notes = self._rank.notes, []
         return notes
 
-    @property
-    def is_parked(self) -> bool:
-        """Whether the tensors are off the device."""
-        return self._parked
-
     def park(self) -> None:
         """Takes everything off the device, at every rank, until somebody needs it: any other call brings it back.
 
         Only a new state of which no column is trained here waits too: `adopt` keeps the last one and reads its values
         when all is back, so it must be there until the next `adopt` or `wake`.
         """
-        if not self._parked:
+        if not self.is_parked:
             with self._command("park"):
                 self._rank.park()
-            self._parked = True
+            self.is_parked = True
 
     def wake(self) -> None:
         """Brings everything back as it was, then the state that came meanwhile. Raises SpesError for want of memory."""
-        if not self._parked:
+        if not self.is_parked:
             return
-        self._parked = False  # what follows are calls as usual
+        self.is_parked = False  # what follows are calls as usual
         with self._command("wake"), telling_of_memory("going on after a pause"):
             self._rank.wake()
         state, bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, None
@@ -170,7 +166,7 @@ class Trainer:
             raise LocalProtocolError("adopt without values on rank 0")
         if owned != self.owned:
             _check_owned(owned, self.config.model.num_experts)
-        if self._parked and not owned and not self.owned and not round_steps:
+        if self.is_parked and not owned and not self.owned and not round_steps:
             self._late_state, self._rank.step, self._rank.round_steps = (values, step, keep_moments), step, 0
             return
         self.wake()
@@ -190,7 +186,7 @@ class Trainer:
         `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one. To be called
         after `adopt`.
         """
-        if self._parked:
+        if self.is_parked:
             self._late_bases = dict(bases), left_out
             return
         marks = {column: basis.mark for column, basis in bases.items()}
@@ -208,7 +204,7 @@ class Trainer:
 
     def coordinates(self) -> Mapping[int, Coordinates]:
         """What was trained in columns of others, by column: copies; nothing while parked."""
-        return {} if self._rank.guests is None or self._parked else self._rank.guests.coordinates()
+        return {} if self._rank.guests is None or self.is_parked else self._rank.guests.coordinates()
 
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""

@@ -149,7 +149,7 @@ def test_a_holder_that_sends_too_much_is_cut_off_before_it_is_read() -> None:
         await site.holder(B, lambda request: bytes(10**7))
         with pytest.raises(NetworkError, match="no peer could provide"):
             await fetched(site, B)
-        assert site.network.peer(A).transport.bytes_received < 10**6
+        assert site.network.peer(A).transport.traffic.received < 10**6
 
     play(story)
 

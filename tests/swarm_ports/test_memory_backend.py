@@ -83,7 +83,7 @@ def test_call_and_fetch() -> None:
         one, other, _ = await pair(MemoryNetwork())
         assert await one.transport.call(B, b"hello", 1.0) == b"anna:hello"
         assert whole(await one.transport.fetch(B, b"x", 1.0, 2**22)) == (b"head", DATA)
-        assert one.transport.bytes_received == other.transport.bytes_sent == len(DATA) + len(b"anna:hello") + 1
+        assert one.transport.traffic.received == other.transport.traffic.sent == len(DATA) + len(b"anna:hello") + 1
 
     run(test)
 
@@ -108,7 +108,7 @@ def test_a_blob_that_is_too_large_is_refused_before_it_is_sent() -> None:
         one, other, _ = await pair(MemoryNetwork())
         with pytest.raises(RemoteProtocolError, match="2097152 bytes"):
             await one.transport.fetch(B, b"x", 1.0, 1000)
-        assert other.transport.bytes_sent == 0
+        assert other.transport.traffic.sent == 0
 
     run(test)
 
@@ -189,7 +189,7 @@ def test_a_cut_stream_is_resumed_where_it_ended() -> None:
         for place in (1_000_000, 500_000, 3):
             network.cut_stream("ben", after_bytes=place)
         assert whole(await one.transport.fetch(B, b"x", 1.0, 2**22)) == (b"head", DATA)
-        assert one.transport.bytes_received == len(DATA)  # nothing was sent for twice
+        assert one.transport.traffic.received == len(DATA)  # nothing was sent for twice
         network.cut_stream("ben", after_bytes=100, times=5)
         with pytest.raises(PeerClosed):
             await one.transport.fetch(B, b"x", 1.0, 2**22)

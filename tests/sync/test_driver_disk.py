@@ -127,9 +127,9 @@ def test_a_disk_that_fails_otherwise_ends_the_peer_without_another_word(folder: 
         broken = peer(swarm, "b")
         with raising(broken.votes, "write", OSError):
             await until(lambda: bool(broken.failures))
-            sent = broken.net.transport.bytes_sent
+            sent = broken.net.transport.traffic.sent
             await swarm.until_round(peer(swarm, "a").round + 3, "ac")
-            assert broken.net.transport.bytes_sent - sent < 10_000  # refusals alone
+            assert broken.net.transport.traffic.sent - sent < 10_000  # refusals alone
         assert isinstance(broken.failures.pop(), OSError)
         assert not broken.failures
         await broken.kill()

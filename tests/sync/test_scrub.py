@@ -231,10 +231,10 @@ def test_who_lost_all_but_a_checkpoint_fetches_what_is_not_in_it(folder: Path) -
         await a.kill()
         for lost in ("state", "chain", "votes"):
             shutil.rmtree(a.folder / lost)
-        before = a.net.transport.bytes_received
+        before = a.net.transport.traffic.received
         again = await swarm.add("a")
         await until(lambda: again.round >= 1)
-        assert again.net.transport.bytes_received - before < 4 * swarm.layout.num_values
+        assert again.net.transport.traffic.received - before < 4 * swarm.layout.num_values
         check_agreement(swarm)
 
     in_swarm(folder, play, slow_run())

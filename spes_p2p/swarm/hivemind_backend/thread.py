@@ -79,20 +79,16 @@ class NetworkThread:
     """Start one per process, before CUDA is touched and before anything forks; use it as a context or call `stop`."""
 
     def __init__(self, name: str = "network") -> None:
-        self._loop = NetworkLoop()
+        self.loop = NetworkLoop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts `work` on the loop; for other threads."""
         if threading.current_thread() is self._thread or not self._thread.is_alive():
             work.close()
             raise LocalProtocolError("network work must be run on the network thread while that is running")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         """Runs `work` on the loop and waits for it; cancels it when the wait is broken off (Ctrl-C, time-out)."""
@@ -106,7 +102,7 @@ class NetworkThread:
     def stop(self) -> None:
         """Cancels what still runs and ends the thread; safe to call twice."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(_STOP_SECONDS)
 
     def __enter__(self) -> NetworkThread:
@@ -116,12 +112,12 @@ class NetworkThread:
         self.stop()
 
     def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_forever()
-            _finish(self._loop)
+            self.loop.run_forever()
+            _finish(self.loop)
         finally:
-            self._loop.close()
+            self.loop.close()
 
 
 def _finish(loop: NetworkLoop) -> None:

@@ -26,7 +26,7 @@ from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedHandler, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
-from spes_p2p.swarm.streams import Traffic, fetch_stream
+from spes_p2p.swarm.streams import fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
@@ -97,13 +97,14 @@ class HivemindTransport:
 
     def __init__(self, p2p: P2P, limits: StreamLimits, daemon_ended: asyncio.Event) -> None:
         self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
-        self._peer_id = peer_of(p2p.peer_id)
+        self.peer_id = peer_of(p2p.peer_id)
         self._background = Background()
         self._following: asyncio.Task[None] | None = None
-        self.own_addresses = OwnAddresses(self._peer_id)
+        self.own_addresses = OwnAddresses(self.peer_id)
         self.connections = Connections(p2p, daemon_ended, self._background)
-        self._traffic = limits.traffic()
-        self._speed_handler = SpeedHandler(self._traffic)
+        self.traffic = limits.traffic()
+        """With this peer's own limits, for what goes other ways too."""
+        self._speed_handler = SpeedHandler(self.traffic)
         self._calls: calls.CallServer | None = None
         self._is_member: Callable[[PeerId], bool] = lambda peer: False
         self._server: StreamServer | None = None
@@ -120,37 +121,13 @@ class HivemindTransport:
             self._following.cancel()
         self._following = self._background.spawn(self.own_addresses.follow(p2p, self._daemon_ended))
 
-    @property
-    def traffic(self) -> Traffic:
-        """This peer's own limits, for what goes other ways too."""
-        return self._traffic
-
     def is_member(self, peer: PeerId) -> bool:
         """Whether the handler that serves requests knows `peer` as a member of its run."""
         return self._is_member(peer)
 
     @property
-    def peer_id(self) -> PeerId:
-        return self._peer_id
-
-    @property
     def addresses(self) -> tuple[str, ...]:
         return self.own_addresses.all()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._traffic.sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._traffic.received
-
-    @property
-    def patient_bytes_received(self) -> int:
-        return self._traffic.patient_received
-
-    def measured_uplink(self) -> float:
-        return self._traffic.meter.rate()
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         self.connections.book.learn(peer, addresses)
@@ -158,7 +135,7 @@ class HivemindTransport:
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._is_member = is_member
         self._calls = calls.CallServer(handler, is_member)
-        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
+        self._server = StreamServer(handler, self.traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         """Ends what is being served; the daemon is the network's to end."""
@@ -170,9 +147,9 @@ class HivemindTransport:
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         calls.check_request(request)
         stub = SwarmServicer.get_stub(self._p2p, identity_of(peer), namespace=NAMESPACE)
-        self._traffic.count_sent(len(request))
+        self.traffic.count_sent(len(request))
         reply = await self.connections.reach(peer, timeout_seconds, lambda: stub.rpc_call(BytesValue(value=request)))
-        self._traffic.count_received(len(reply.value))
+        self.traffic.count_received(len(reply.value))
         return calls.unwrap(peer, reply.value)
 
     async def fetch(
@@ -182,7 +159,7 @@ class HivemindTransport:
             opened = self.connections.reach(peer, timeout_seconds, lambda: self._open_stream(peer, _STREAM_NAME))
             return Incoming(*await opened)
 
-        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic, patient)
+        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient)
 
     async def measure_speed(self, peer: PeerId, upload: bool, timeout_seconds: float) -> float:
         """Bytes a second to or from `peer`, see `speed`. Raises NetworkError, RemoteProtocolError."""
@@ -207,9 +184,9 @@ class HivemindTransport:
         served = self._calls
         if served is None:
             return calls.NOT_SERVING
-        self._traffic.count_received(len(request))
+        self.traffic.count_received(len(request))
         reply = await served.answer(caller, request)
-        self._traffic.count_sent(len(reply))
+        self.traffic.count_sent(len(reply))
         return reply
 
     async def _serve_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
