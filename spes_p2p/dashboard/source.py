@@ -55,20 +55,17 @@ class Source(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class SwarmSource:
     """Takes no part in the run: reads records and fetches commits. `close` ends what the network needs."""
 
-    def __init__(
-        self,
-        network: Network,
-        run_id: str | None = None,
-        fingerprint: str | None = None,
-        close: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._network = network
-        self._close = close
-        self._run_id, self._fingerprint = run_id, fingerprint
-        self._check = EnvelopeChecker(network.verifier).check
+    _network: Network
+    _run_id: str | None = None
+    _fingerprint: str | None = None
+    _close: Callable[[], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
+        self._check = EnvelopeChecker(self._network.verifier).check
         self._info: RunInfo | None = None
         self._doubted: dict[PeerId, float] = {}
 

@@ -224,23 +224,19 @@ def _foot(state: LiveState) -> RenderableType:
     return Text(f"{keys}\nothers join with: {state.invite}" if state.invite else keys, style="dim")
 
 
+@dataclass(eq=False)
 class LiveModel:
     """Folds a peer's events into LiveStates. `write` is called by any thread, `state` by the one that draws."""
 
-    def __init__(
-        self,
-        base: LiveState,
-        steps_per_round: Callable[[int], int],
-        facts: Callable[[], Facts],
-        clock: Callable[[], float] = wall_time.monotonic,
-    ) -> None:
-        """`base`: what does not change."""
-        self._base = base
-        self._view = PeerView(steps_per_round)
-        self._steps_per_round = steps_per_round
-        self._facts = facts
-        self._clock = clock
-        self._started = clock()
+    _base: LiveState
+    """What does not change."""
+    _steps_per_round: Callable[[int], int]
+    _facts: Callable[[], Facts]
+    _clock: Callable[[], float] = wall_time.monotonic
+
+    def __post_init__(self) -> None:
+        self._view = PeerView(self._steps_per_round)
+        self._started = self._clock()
         self._losses: deque[float] = deque(maxlen=LOSSES_KEPT)
         self._tokens = 0
         self._paused = ""

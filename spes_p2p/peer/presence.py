@@ -128,26 +128,20 @@ class Progress:
     tokens_per_second: float = 0.0
 
 
+@dataclass(eq=False)
 class Presence:
     """What the Announcer speaks for, on the network's loop."""
 
-    def __init__(
-        self,
-        run_id: str,
-        network: HivemindNetwork,
-        contacts: Contacts,
-        data: DataSupply,
-        is_paused: Callable[[], bool],
-        token: bytes = b"",
-    ) -> None:
-        self._token = token
+    _run_id: str
+    _network: HivemindNetwork
+    _contacts: Contacts
+    _data: DataSupply
+    _is_paused: Callable[[], bool]
+    _token: bytes = b""
+
+    def __post_init__(self) -> None:
         self.progress = Progress()
         self.vitals = VitalsKeeper()
-        self._run_id = run_id
-        self._network = network
-        self._contacts = contacts
-        self._data = data
-        self._is_paused = is_paused
         self._joined_at = int(time.time())
         self._driver: Driver | None = None
         self._chain: Chain | None = None

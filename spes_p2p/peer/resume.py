@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +30,19 @@ from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves a checkpoint after a commit, as often as the config says. A full disk pauses saving, with one warning."""
 
-    def __init__(
-        self,
-        folder: Path,
-        info: RunInfo,
-        learning: TrainingSetup,
-        commit_of: Callable[[Manifest], Commit | None],
-        emit: Callable[[Event], None],
-    ) -> None:
-        """`commit_of`: the commit of a manifest, None where another history of the run won meanwhile."""
-        self._folder = folder
-        self._info = info
-        self._learning = learning
-        self._config = learning.config
-        self._commit_of = commit_of
-        self._emit = emit
+    _folder: Path
+    _info: RunInfo
+    _learning: TrainingSetup
+    _commit_of: Callable[[Manifest], Commit | None]
+    """The commit of a manifest, None where another history of the run won meanwhile."""
+    _emit: Callable[[Event], None]
+
+    def __post_init__(self) -> None:
+        self._config = self._learning.config
         self._paused = False
 
     def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:

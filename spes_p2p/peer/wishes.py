@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.ids import PeerId
 
 
+@dataclass(eq=False)
 class Wishes:
     """`tell` is given each new intent, once `begin` was called. For any thread."""
 
-    def __init__(
-        self,
-        tell: Callable[[Intent], None],
-        has_company: Callable[[], bool],
-        vouches: Callable[[], tuple[PeerId, ...]] = tuple,
-    ) -> None:
-        """`has_company`: whether others take part, who could train what this peer does not. `vouches`: whom its owner
-        would have vote, as of now."""
-        self._vouches = vouches
+    _tell_others: Callable[[Intent], None]
+    _has_company: Callable[[], bool]
+    """Whether others take part, who could train what this peer does not."""
+    _vouches: Callable[[], tuple[PeerId, ...]] = tuple
+    """Whom its owner would have vote, as of now."""
+
+    def __post_init__(self) -> None:
         self._intent = Intent(joining=True)
         self._may_shrink = True
-        self._tell_others = tell
-        self._has_company = has_company
         self._has_begun = False
         self.asked_to_pause = False
-        self._said = vouches()
+        self._said = self._vouches()
         self._paused = False
         """Asks for no columns: `asked_to_pause`, unless nobody else could train them."""
 

@@ -31,22 +31,18 @@ FETCHED = "fetched"
 """The label of a state that is fetched whole, by hash, beside the round's own stagings."""
 
 
+@dataclass(eq=False)
 class CandidateState:
     """The stagings of the round that is being made. `is_bound(root)`: whether this peer has signed for that state."""
 
-    def __init__(
-        self,
-        store: StateStore,
-        layout: Layout,
-        merge_top_k: int,
-        is_bound: Callable[[Hash], bool],
-        merge_kind: MergeKind = "paper",
-    ) -> None:
+    _store: StateStore
+    _layout: Layout
+    _merge_top_k: int
+    _is_bound: Callable[[Hash], bool]
+    _merge_kind: MergeKind = "paper"
+
+    def __post_init__(self) -> None:
         self._outer: OuterSteps | None = None
-        self._store = store
-        self._layout = layout
-        self._merge_top_k, self._merge_kind = merge_top_k, merge_kind
-        self._is_bound = is_bound
         self._tip = -1
         self._work: Staging | None = None
         self._kept: Staging | None = None

@@ -68,26 +68,19 @@ class HistoryDiverged(RemoteProtocolError):
     """The other's commits do not follow from ours, or the first of them has no quorum: one must choose (`forks`)."""
 
 
+@dataclass(eq=False)
 class CatchUp:
     """Brings a chain and a store forward. Everything raises NetworkError or RemoteProtocolError for others' faults."""
 
-    def __init__(
-        self,
-        info: RunInfo,
-        rules: RunRules,
-        check: CheckSignature,
-        chain: Chain,
-        store: StateStore,
-        transfers: Transfers,
-        in_thread: InThread,
-    ) -> None:
-        self._info = info
-        self._rules = rules
-        self._check = check
-        self._chain = chain
-        self._store = store
-        self._transfers = transfers
-        self._in_thread = in_thread
+    _info: RunInfo
+    _rules: RunRules
+    _check: CheckSignature
+    _chain: Chain
+    _store: StateStore
+    _transfers: Transfers
+    _in_thread: InThread
+
+    def __post_init__(self) -> None:
         self._under_way: tuple[Hash, int, Staging] | None = None
         self._replaying: Staging | None = None
         self._replayed: Staging | None = None

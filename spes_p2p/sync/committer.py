@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
@@ -114,28 +115,21 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
             return committer.catch_up(action)
 
 
+@dataclass(eq=False)
 class Committer(Generic[S]):
     """Carries out Adopt and CatchUp. `lock` is held by who writes to the candidate state, or publishes it."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        votes: Votes,
-        history: History[S],
-        lock: AbstractAsyncContextManager[Any],
-        now: Callable[[], float],
-        notice: Callable[[do.Notice], None],
-        choices: Choices,
-    ) -> None:
-        self._core: Consensus = dispatcher.core
-        self._dispatcher = dispatcher
-        self._tell = dispatcher.tell
-        self._votes = votes
-        self._history = history
-        self._lock = lock
-        self._now = now
-        self._notice = notice
-        self._choices = choices
+    _dispatcher: Dispatcher
+    _votes: Votes
+    _history: History[S]
+    _lock: AbstractAsyncContextManager[Any]
+    _now: Callable[[], float]
+    _notice: Callable[[do.Notice], None]
+    _choices: Choices
+
+    def __post_init__(self) -> None:
+        self._core: Consensus = self._dispatcher.core
+        self._tell = self._dispatcher.tell
         self._parted: set[Hash] = set()
         """Manifests after which another final history than ours goes on, and of which a person was told."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from spes_p2p import failpoints
@@ -32,7 +33,7 @@ class CommittedStates:
     def __init__(self, core: Consensus, disk: Disk, retention: Retention, hooks: Hooks, tasks: Tasks) -> None:
         self._core = core
         self._store = disk.store
-        self._retention = retention
+        self.retention = retention
         self._tasks = tasks
         self._hooks = hooks
 
@@ -47,22 +48,14 @@ class CommittedStates:
         version = self._store.version(current.tip.round)
         return version if version.root == current.tip.state_root else None  # else another history is taking our place
 
-    def in_use(self) -> frozenset[int]:
-        """Rounds whose states the trainer still reads."""
-        return self._hooks.rounds_in_use()
-
-    def forget_others(self) -> None:
-        """Nothing is kept for other peers any more."""
-        self._retention.clear()
-
     async def make_room(self, lock: asyncio.Lock) -> None:
         async with lock:  # a state that is being committed is no one to drop
-            await self.drop(self.in_use())
+            await self.drop(self._hooks.rounds_in_use())
 
     async def drop(self, in_use: frozenset[int]) -> None:
         """Forgets all the others."""
         tip = self._core.tip.round
-        states, wires = self._retention.needed(tip)
+        states, wires = self.retention.needed(tip)
         await self._tasks.in_thread(partial(self._drop, in_use | {tip, tip - 1} | states, wires))
 
     def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
@@ -71,30 +64,23 @@ class CommittedStates:
         self._store.wires.drop_all_but(wires)
 
 
+@dataclass(eq=False)
 class DiskHistory:
     """The `History` of a real peer."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        candidate: CandidateState,
-        catching_up: CatchUp,
-        tasks: Tasks,
-        states: CommittedStates,
-        log: RoundLog,
-        hooks: Hooks,
-    ) -> None:
-        self._core = log.core
-        self.disk = disk
-        self._chain = disk.chain
-        self._candidate = candidate
-        self._catching_up = catching_up
-        self._tasks = tasks
-        self._states = states
-        self._log = log
-        self._hooks = hooks
-        self._looks_on = not log.core.state.own.intent.joining
-        self._link_speed_check = LinkSpeedCheck(disk.store.layout)
+    disk: Disk
+    _candidate: CandidateState
+    _catching_up: CatchUp
+    _tasks: Tasks
+    _states: CommittedStates
+    _log: RoundLog
+    _hooks: Hooks
+
+    def __post_init__(self) -> None:
+        self._core = self._log.core
+        self._chain = self.disk.chain
+        self._looks_on = not self._log.core.state.own.intent.joining
+        self._link_speed_check = LinkSpeedCheck(self.disk.store.layout)
         self._fetching: asyncio.Task[None] | None = None
         self.moving = asyncio.Lock()
 
@@ -211,19 +197,19 @@ class DiskHistory:
         await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
         await self._tasks.in_thread(partial(_bring_residuals_over, self.disk, fork))
         await self._tasks.in_thread(partial(_publish, self.disk, state, fork.theirs[-1].manifest))
-        self._states.forget_others()  # what is kept for them is of the history that lost
+        self._states.retention.clear()  # what is kept for them is of the history that lost
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
         event = self._log.applied(commit, first, fork)
         self._candidate.enter(commit.manifest.round, outer_steps(self._core.state.rules, commit.manifest))
-        in_use = self._states.in_use()  # before the trainer goes on
+        in_use = self._hooks.rounds_in_use()  # before the trainer goes on
         self._log.begin()
 
         async def follows() -> None:
             self._hooks.applied(event)
             reached(failpoints.APPLIED, peer=self._core.me, round=commit.manifest.round)
             # the trainer may have taken what was pending just before this commit
-            await self._states.drop(in_use | self._states.in_use())
+            await self._states.drop(in_use | self._hooks.rounds_in_use())
 
         return follows
 

@@ -6,6 +6,7 @@ Nothing is computed for others, and a request for what is not here is refused, s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.exchange.moments import MomentStore
@@ -38,37 +39,26 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack
 
 
+@dataclass(eq=False)
 class Serving:
     """Answers fetches from a store, a chain, and the inputs of the running round."""
 
-    def __init__(
-        self,
-        info: RunInfo,
-        chain: Chain,
-        store: StateStore | None,
-        inputs: Callable[[Hash, int, int], Blob | None],
-        moments: MomentStore | None = None,
-        data: Callable[[DataRequest], Blob] | None = None,
-        witness: Callable[[WitnessRequest], Blob] | None = None,
-    ) -> None:
-        """`inputs(parent, first tile, count)` gives own contributed values, or None.
-
-        `data` answers what is asked of the run's data; None where there is none here. `witness` signs what the
-        chain has; None before a run has begun.
-        """
-        self._witness = witness
-        self._moments = moments
-        self._data = data
-        self._info = info
-        self._chain = chain
-        self._store = store
-        self._inputs = inputs
+    info: RunInfo
+    chain: Chain
+    store: StateStore | None
+    inputs: Callable[[Hash, int, int], Blob | None]
+    """(parent, first tile, count) to own contributed values, or None."""
+    moments: MomentStore | None = None
+    data: Callable[[DataRequest], Blob] | None = None
+    """Answers what is asked of the run's data; None where there is none here."""
+    witness: Callable[[WitnessRequest], Blob] | None = None
+    """Signs what the chain has; None before a run has begun."""
 
     def answer(self, request: Request) -> Blob:
         """The bytes asked for. Raises RemoteProtocolError where we do not have them."""
         match request:
             case RunRequest():
-                return Blob(pack(self._info))
+                return Blob(pack(self.info))
             case ChainRequest():
                 return self._commits(request.first, request.count)
             case ValuesRequest():
@@ -80,25 +70,25 @@ class Serving:
             case WiresRequest():
                 return self._wires(request.round)
             case MomentsRequest():
-                found = self._moments.serve(request.head, request.first_tile, request.count) if self._moments else None
+                found = self.moments.serve(request.head, request.first_tile, request.count) if self.moments else None
                 if found is None:
                     raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
                 return Blob(found[1], pack(found[0]))
             case MomentsTaken():
-                if self._moments is not None:
-                    self._moments.note_taken(request.head, request.column)
+                if self.moments is not None:
+                    self.moments.note_taken(request.head, request.column)
                 return Blob(b"")
             case CatalogueRequest() | SourcesRequest() | PiecesRequest():
-                if self._data is None:
+                if self.data is None:
                     raise RemoteProtocolError("this peer has no data of the run")
-                return self._data(request)
+                return self.data(request)
             case WitnessRequest():
-                if self._witness is None:
+                if self.witness is None:
                     raise RemoteProtocolError("nothing has been counted yet")
-                return self._witness(request)
+                return self.witness(request)
 
     def _values(self, request: ValuesRequest) -> Blob:
-        found = self._inputs(request.parent, request.first_tile, request.count)
+        found = self.inputs(request.parent, request.first_tile, request.count)
         if found is None:
             raise RemoteProtocolError(f"no values of our own on top of {short(request.parent)}")
         return found
@@ -106,16 +96,16 @@ class Serving:
     def _commits(self, first: int, count: int) -> Blob:
         count = min(max(count, 0), MAX_COMMITS_AT_ONCE)
         try:
-            return Blob(pack(ChainPart(self._chain.part(max(first, 0), count, MAX_CHAIN_BYTES))))
+            return Blob(pack(ChainPart(self.chain.part(max(first, 0), count, MAX_CHAIN_BYTES))))
         except StateError as error:
             raise RemoteProtocolError(str(error)) from error
 
     def _tiles(self, hashes: tuple[Hash, ...]) -> Blob:
-        if self._store is None:
+        if self.store is None:
             raise RemoteProtocolError("this peer keeps no state")
         found: list[memoryview] = []
         for tile_hash in hashes:
-            data = self._store.find(tile_hash)
+            data = self.store.find(tile_hash)
             if data is None:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
@@ -125,13 +115,13 @@ class Serving:
 
     def _wires(self, round: int) -> Blob:
         """The hash of each tile as a round handed it out."""
-        hashes = self._store.wire_hashes(round) if self._store else None
+        hashes = self.store.wire_hashes(round) if self.store else None
         if hashes is None or all(tile_hash == NO_HASH for tile_hash in hashes):
             raise RemoteProtocolError(f"what round {round} handed out is not here")
         return Blob(b"".join(hashes))
 
     def _hashes(self, root: Hash, round: int) -> Blob:
-        version = whole_state(self._store, round, root) if self._store else None
+        version = whole_state(self.store, round, root) if self.store else None
         if version is None:
             raise RemoteProtocolError(f"no state {short(root)} of round {round} here")
         return Blob(b"".join(version.tile_hashes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from spes_p2p import failpoints
@@ -97,27 +97,20 @@ class Fetchers:
         return max(self._core.state.pace.round_seconds, this)
 
 
+@dataclass(eq=False)
 class Answers:
     """What one peer says when it is asked."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        info: RunInfo,
-        history: DiskHistory,
-        outbox: Outbox,
-        serving: Serving,
-        retention: Retention,
-        tasks: Tasks,
-    ) -> None:
-        self._core = dispatcher.core
-        self._dispatcher = dispatcher
-        self._info = info
-        self._outbox = outbox
-        self._serving = serving
-        self._retention = retention
-        self._tasks = tasks
-        self._history = history
+    _dispatcher: Dispatcher
+    _info: RunInfo
+    _history: DiskHistory
+    _outbox: Outbox
+    _serving: Serving
+    _retention: Retention
+    _tasks: Tasks
+
+    def __post_init__(self) -> None:
+        self._core = self._dispatcher.core
 
     def knows(self, caller: PeerId) -> bool:
         """Whether `caller` is the organiser, or a member by the chain's newest commit (maybe newer than our tip)."""
@@ -327,7 +320,7 @@ class Driver:
 
     def make_room(self) -> None:
         self._history.cancel()  # asked for again when there is room
-        self._states.forget_others()
+        self._retention.clear()
         self._tasks.spawn(self._states.make_room(self._lock))
 
     def is_writing(self) -> bool:

@@ -23,24 +23,19 @@ from spes_p2p.state.layout import BlockSource, Layout
 from spes_p2p.sync.outer import OuterSteps
 
 
+@dataclasses.dataclass(eq=False)
 class RoundDump:
     """Dumps of one peer under `directory`. Raises StorageFull."""
 
-    def __init__(
-        self,
-        directory: Path,
-        layout: Layout,
-        peer: PeerId,
-        merge_top_k: int,
-        outer: Callable[[Manifest], OuterSteps | None] = lambda parent: None,
-    ) -> None:
-        """`outer`: the steps of the outer optimizer on top of a manifest."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._layout = layout
-        self._peer = peer
-        self._merge_top_k = merge_top_k
-        self._outer = outer
+    _directory: Path
+    _layout: Layout
+    _peer: PeerId
+    _merge_top_k: int
+    _outer: Callable[[Manifest], OuterSteps | None] = lambda parent: None
+    """The steps of the outer optimizer on top of a manifest."""
+
+    def __post_init__(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
 
     def write(
         self, manifest: Manifest, parent: Manifest, inputs: BlockSource, blocks: Iterable[int], state: BlockSource

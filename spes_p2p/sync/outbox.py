@@ -35,27 +35,20 @@ class _Line:
     in_flight: int = 0
 
 
+@dataclass(eq=False)
 class Outbox:
     """All that one peer says of its own accord. `heard` is given the envelopes that come back as answers."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        checker: EnvelopeChecker,
-        tasks: Tasks,
-        timeout_seconds: Callable[[], float],
-        heard: Callable[[Envelope], None],
-        notice: Callable[[Notice], None],
-        door: Door | None = None,
-    ) -> None:
-        """`door`: how many new signatures each peer may send, in calls and in answers."""
-        self._door = door
-        self._transport = transport
-        self._checker = checker
-        self._tasks = tasks
-        self._timeout_seconds = timeout_seconds
-        self._heard = heard
-        self._notice = notice
+    _transport: Transport
+    _checker: EnvelopeChecker
+    _tasks: Tasks
+    _timeout_seconds: Callable[[], float]
+    _heard: Callable[[Envelope], None]
+    _notice: Callable[[Notice], None]
+    _door: Door | None = None
+    """How many new signatures each peer may send, in calls and in answers."""
+
+    def __post_init__(self) -> None:
         self._lines: dict[PeerId, _Line] = {}
         self._refusals: dict[PeerId, str] = {}
         self.hides_status = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p import failpoints
@@ -29,28 +29,22 @@ from spes_p2p.sync.fraud import Charge, judged
 from spes_p2p.sync.round_work import RoundWork, SliceWork
 
 
+@dataclass(eq=False)
 class RoundExecutor:
     """Carries out Reduce, Fetch, Build and Verify. `tell` hears how they went.
 
     `lock` is held by who writes to the candidate state, or publishes it.
     """
 
-    def __init__(
-        self,
-        core: Consensus,
-        work: RoundWork,
-        lock: AbstractAsyncContextManager[Any],
-        tell: Callable[[on.Event], None],
-        notice: Callable[[do.Notice], None],
-        now: Callable[[], float],
-    ) -> None:
-        self._core = core
-        self._work = work
-        self._lock = lock
-        self._tell = tell
-        self._notice = notice
-        self._now = now
-        self._collector = Collector(core, work, now)
+    _core: Consensus
+    _work: RoundWork
+    _lock: AbstractAsyncContextManager[Any]
+    _tell: Callable[[on.Event], None]
+    _notice: Callable[[do.Notice], None]
+    _now: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._collector = Collector(self._core, self._work, self._now)
         self._told: tuple[Hash, set[tuple[PeerId, str]]] = (NO_HASH, set())
 
     # ---- reducing ----

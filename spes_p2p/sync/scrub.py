@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from spes_p2p.consensus.actions import Notice
@@ -60,26 +61,22 @@ class TileRepairer:
             return
 
 
+@dataclass(eq=False)
 class Scrubber:
-    """Looks through the committed state for ever, a little with each heartbeat, and mends it."""
+    """Looks through the committed state for ever, a little with each heartbeat, and mends it.
 
-    def __init__(
-        self,
-        mender: TileRepairer,
-        tip_round: Callable[[], int],
-        holders: Callable[[], Sequence[PeerId]],
-        notice: Callable[[Notice], None],
-        failed: Callable[[BaseException], None],
-        heartbeat_seconds: float,
-    ) -> None:
-        """`holders` are peers that may have the state; `failed` is told what this peer must not go on with."""
-        self._mender = mender
-        self._store, self._in_thread = mender.store, mender.in_thread
-        self._tip_round = tip_round
-        self._holders = holders
-        self._notice = notice
-        self._failed = failed
-        self._heartbeat_seconds = heartbeat_seconds
+    `holders` are peers that may have the state; `failed` is told what this peer must not go on with.
+    """
+
+    _mender: TileRepairer
+    _tip_round: Callable[[], int]
+    _holders: Callable[[], Sequence[PeerId]]
+    _notice: Callable[[Notice], None]
+    _failed: Callable[[BaseException], None]
+    _heartbeat_seconds: float
+
+    def __post_init__(self) -> None:
+        self._store, self._in_thread = self._mender.store, self._mender.in_thread
         self._next = 0
         self._turns = 0
         self._left: dict[int, tuple[Hash, int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.state.basis import Coordinates
@@ -15,25 +16,19 @@ from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.stages import GoOver, Rebase, Turn
 
 
+@dataclass(eq=False)
 class TrainedValues:
     """What the actions of the trainer's machine mean for tensors. `trained(block)`: the values as they are now."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        store: StateStore,
-        inputs: Inputs,
-        residuals: Residuals,
-        trained: Callable[[int], Values],
-        coordinates: Callable[[], Mapping[int, Coordinates]] = dict,
-    ) -> None:
-        """`coordinates()`: what is trained in columns of others, as it is now."""
-        self._layout = layout
-        self._store = store
-        self._inputs = inputs
-        self._residuals = residuals
-        self._trained = trained
-        self._coordinates = coordinates
+    _layout: Layout
+    _store: StateStore
+    _inputs: Inputs
+    _residuals: Residuals
+    _trained: Callable[[int], Values]
+    _coordinates: Callable[[], Mapping[int, Coordinates]] = dict
+    """What is trained in columns of others, as it is now."""
+
+    def __post_init__(self) -> None:
         self._base: Version | None = None
         self._masters: TrainingBase | None = None
         self._work: RebasedState | None = None

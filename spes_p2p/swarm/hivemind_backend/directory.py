@@ -12,6 +12,7 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgpack
@@ -80,26 +81,24 @@ def plain(packed: bytes, kind: type[T]) -> T:
     return value
 
 
+@dataclass(eq=False)
 class HivemindDirectory:
-    """The Directory of one DHT node."""
+    """The Directory of one DHT node.
 
-    def __init__(
-        self,
-        node: DHTNode,
-        signer: Signer,
-        verifier: Verifier,
-        validator: EnvelopeValidator,
-        daemon_ended: asyncio.Event,
-        connect: Callable[[PeerId], Awaitable[None]],
-        is_member: Callable[[PeerId], bool],
-    ) -> None:
-        """`connect` opens a connection to a peer, or raises NetworkError. `is_member`: of our run, as far as known."""
-        self._connect = connect
-        self._is_member = is_member
+    `connect` opens a connection to a peer, or raises NetworkError. `is_member`: of our run, as far as known.
+    """
+
+    _node: DHTNode
+    _signer: Signer
+    _verifier: Verifier
+    validator: EnvelopeValidator
+    _daemon_ended: asyncio.Event
+    _connect: Callable[[PeerId], Awaitable[None]]
+    _is_member: Callable[[PeerId], bool]
+
+    def __post_init__(self) -> None:
         self._read: dict[str, frozenset[PeerId]] = {}
         """Whose records under a key were read the last time."""
-        self._node, self._signer, self._verifier, self.validator = node, signer, verifier, validator
-        self._daemon_ended = daemon_ended
         self._expirations = envelope.Expirations()
         self._wall_clock = time.time
         self._dropped = 0
