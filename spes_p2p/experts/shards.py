@@ -17,6 +17,7 @@ All ranks must ask for the same things in the same order. Leaves out gradients a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -117,9 +118,18 @@ def _own_of(parameter: Tensor) -> _Own | None:
     return cast("_Own | None", getattr(parameter, _OWN, None))
 
 
-@torch.compiler.disable
 def _gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return cast(Tensor, _Whole.apply(parameter, dtype))
+
+
+@cache
+def stay_out_of_graphs() -> None:
+    """Compiled code asks for the whole of a dealt parameter outside of its graphs from now on.
+
+    For whoever compiles: a decorator would load torch's compiler everywhere, which takes more than a second.
+    """
+    global _gathered
+    _gathered = torch.compiler.disable(_gathered)
 
 
 class _Whole(torch.autograd.Function):

@@ -7,13 +7,16 @@ one for all: a run has few shapes.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
 from spes_p2p.errors import first_line
 from spes_p2p.experts.kernels import why_not
+from spes_p2p.experts.shards import stay_out_of_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class Compiled(Generic[P, T]):
     """`function`, compiled at its first call; as it is from then on where that fails."""
 
     def __init__(self, function: Callable[P, T]) -> None:
+        stay_out_of_graphs()
         self._plain = function
         self._compiled: Callable[P, T] | None = torch.compile(function, dynamic=False)
 
@@ -49,6 +53,13 @@ class Compiled(Generic[P, T]):
                 _say_once(first_line(getattr(error, "inner_exception", error)))
                 self._compiled = None
         return self._plain(*args, **kwargs)
+
+
+def as_it_is() -> AbstractContextManager[object]:
+    """While it lasts the model runs as it is. Without a compiled one this loads no compiler: that takes a second."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _try(device: torch.device) -> None:

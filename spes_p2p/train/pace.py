@@ -7,6 +7,7 @@ import time
 import torch
 
 from spes_p2p.data.loader import Batch
+from spes_p2p.model.compiling import as_it_is
 from spes_p2p.train.ddp import sum_over_ranks
 from spes_p2p.train.memory import is_out_of_memory
 from spes_p2p.train.rank import RankTrainer
@@ -34,19 +35,19 @@ def take_fastest_micro_batch(rank: RankTrainer, batch: Batch, sizes: tuple[int, 
     return f"micro-batches of {best} sequences from now on, the fastest of those timed (sequences a second: {found})"
 
 
-@torch.compiler.set_stance("force_eager")
 def _seconds_a_sequence(rank: RankTrainer, batch: Batch, size: int) -> float:
     """The fastest of a few runs, over all ranks; infinite where one of them has no room."""
     assert rank.forward is not None
     ranks, took = rank.ranks, float("inf")
     some = batch.first(size * ranks.world_size)
     try:
-        for _ in range(1 + _RUNS):
-            started = time.perf_counter()
-            accumulate_gradient(rank.forward, some, ranks, size, 1.0, exchange=False)
-            if ranks.device.type == "cuda":
-                torch.cuda.synchronize(ranks.device)
-            took = min(took, time.perf_counter() - started)
+        with as_it_is():
+            for _ in range(1 + _RUNS):
+                started = time.perf_counter()
+                accumulate_gradient(rank.forward, some, ranks, size, 1.0, exchange=False)
+                if ranks.device.type == "cuda":
+                    torch.cuda.synchronize(ranks.device)
+                took = min(took, time.perf_counter() - started)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

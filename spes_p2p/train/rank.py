@@ -21,6 +21,7 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.experts.shards import Share
+from spes_p2p.model.compiling import as_it_is
 from spes_p2p.model.params import deal_values, guest_parameters
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
@@ -315,7 +316,7 @@ class RankTrainer:
         device = self.ranks.device
         total, targets = torch.zeros(2, dtype=sum_dtype(device), device=device)
         # as it is: other shapes would be compiled for it
-        with nullcontext() if self.guests is None else self.guests.left_out(), torch.compiler.set_stance("force_eager"):
+        with nullcontext() if self.guests is None else self.guests.left_out(), as_it_is():
             for batch in batches:
                 with autocast(device):
                     parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
