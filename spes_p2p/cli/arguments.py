@@ -25,71 +25,65 @@ ADVANCED = "Advanced"
 """Panels of options; what everybody needs is in the first, which has no name of its own."""
 
 
-def optional(text: str, metavar: str, *names: str, panel: str | None = None) -> Any:
-    """A typer option that may be left out; its help `text` says what then happens."""
-    return typer.Option(*names, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
+def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """A typer option with this help, in a panel."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 Invitation = Annotated[
     str | None,
-    typer.Argument(
-        metavar="INVITE", help="The invitation from the organiser (spes1...), or a file with it.", show_default=False
-    ),
+    typer.Argument(metavar="INVITE", help="The invitation from the organiser (spes1...), or a file with it."),
 ]
 OptionalPeers = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Address of a live node of the run, in place of an invitation; any peer will do (repeat for more).",
         "--initial-peers",
         metavar=MADDR,
-        help="Address of a live node of the run, in place of an invitation; any peer will do (repeat for more).",
-        show_default=False,
-        rich_help_panel=NETWORK,
+        panel=NETWORK,
     ),
 ]
 HostMaddrs = Annotated[
     list[str] | None,
-    optional("Address to listen on, in place of --port (repeat for more).", MADDR, "--host-maddrs", panel=NETWORK),
+    option(
+        "Address to listen on, in place of --port (repeat for more).", "--host-maddrs", metavar=MADDR, panel=NETWORK
+    ),
 ]
 Port = Annotated[
     int | None,
-    typer.Option(
-        help="TCP port to listen on, on all interfaces (default: a free one).",
+    option(
+        "TCP port to listen on, on all interfaces (default: a free one).",
         metavar="PORT",
         min=0,
         max=65535,
-        show_default=False,
-        rich_help_panel=NETWORK,
+        panel=NETWORK,
     ),
 ]
 AnnounceMaddrs = Annotated[
     list[str] | None,
-    optional(
+    option(
         "Address that others should dial, if not one it listens on (repeat for more).",
-        MADDR,
         "--announce-maddrs",
+        metavar=MADDR,
         panel=NETWORK,
     ),
 ]
 IdentityPath = Annotated[
-    Path | None, optional("Key file of this node (default: identity.key in the node's folder).", "FILE", panel=ADVANCED)
+    Path | None,
+    option("Key file of this node (default: identity.key in the node's folder).", metavar="FILE", panel=ADVANCED),
 ]
-MaxUpload = Annotated[str | None, optional("Upload limit, such as 20Mbit (default: none).", "RATE", panel=LIMITS)]
-MaxDownload = Annotated[str | None, optional("Download limit, such as 100Mbit (default: none).", "RATE", panel=LIMITS)]
+MaxUpload = Annotated[str | None, option("Upload limit, such as 20Mbit (default: none).", metavar="RATE", panel=LIMITS)]
+MaxDownload = Annotated[
+    str | None, option("Download limit, such as 100Mbit (default: none).", metavar="RATE", panel=LIMITS)
+]
 MetricsPort = Annotated[
     int | None,
-    typer.Option(
-        help="Serve Prometheus metrics on this port (default: off).",
-        metavar="PORT",
-        min=1,
-        max=65535,
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
+    option("Serve Prometheus metrics on this port (default: off).", metavar="PORT", min=1, max=65535, panel=ADVANCED),
 ]
-MetricsHost = Annotated[str, typer.Option(help="Local address to serve the metrics on.", rich_help_panel=ADVANCED)]
-RunId = Annotated[str | None, optional("Name of the run, if several are announced.", "NAME", panel=ADVANCED)]
+MetricsHost = Annotated[str, option("Local address to serve the metrics on.", panel=ADVANCED)]
+RunId = Annotated[str | None, option("Name of the run, if several are announced.", metavar="NAME", panel=ADVANCED)]
 Fingerprint = Annotated[
-    str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX", panel=ADVANCED)
+    str | None, option("Only the run with this fingerprint (its first digits will do).", metavar="HEX", panel=ADVANCED)
 ]
 
 
@@ -102,14 +96,15 @@ class Device(StrEnum):
     MPS = "mps"
 
 
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
+DeviceOption = Annotated[Device, option("Where to compute.")]
 
 # of what takes a model from a checkpoint or from a live run
-CheckpointFolder = Annotated[Path | None, optional("A peer's folder, or one of its checkpoints.", "DIR")]
+CheckpointFolder = Annotated[Path | None, option("A peer's folder, or one of its checkpoints.", metavar="DIR")]
 TokenizerOption = Annotated[
     str | None,
-    optional(
-        "byte, a file, a folder or a name on the hub, as for tokenize (default: the one the checkpoint names).", "NAME"
+    option(
+        "byte, a file, a folder or a name on the hub, as for tokenize (default: the one the checkpoint names).",
+        metavar="NAME",
     ),
 ]
 

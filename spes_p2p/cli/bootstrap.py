@@ -16,69 +16,52 @@ from spes_p2p.cli.arguments import (
     MetricsHost,
     MetricsPort,
     Port,
+    option,
 )
 from spes_p2p.cli.showing import show_hub_bars
 
 
 def bootstrap(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="Config overrides, such as sync.steps_per_round=50.", show_default=False
-        ),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as sync.steps_per_round=50.")
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(help="Config of the run: a file or a bundled name (default: serve the DHT only)."),
+        Path | None, option("Config of the run: a file or a bundled name (default: serve the DHT only).")
     ] = None,
     mirror: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INVITE",
-            help="Mirror a run that somebody else started; a mirror signs nothing.",
-            show_default=False,
-        ),
+        str | None, option("Mirror a run that somebody else started; a mirror signs nothing.", metavar="INVITE")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder of the run's token shards (a mirror fetches them from peers by default).")
+        str | None, option("Folder of the run's token shards (a mirror fetches them from peers by default).")
     ] = None,
     max_data_disk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most disk space for data that a mirror copies from peers.")
+        str, option("Most disk space for data that a mirror copies from peers.", metavar="SIZE")
     ] = "20GB",
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder for identity and certificates (default: bootstrap-node; for a mirror: mirror).",
-            show_default=False,
+        option(
+            "Folder for identity and certificates (default: bootstrap-node; for a mirror: mirror).", "--output", "-o"
         ),
     ] = None,
     archive: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR|URL",
-            help="Also keep the newest state, in this folder or at s3://... and the like, so that the run outlives "
+        option(
+            "Also keep the newest state, in this folder or at s3://... and the like, so that the run outlives "
             "its peers.",
-            show_default=False,
+            metavar="DIR|URL",
         ),
     ] = None,
     serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve", help="Also average and store values for peers; those behind NAT then need no public peer."
-        ),
+        bool, option("Also average and store values for peers; those behind NAT then need no public peer.", "--serve")
     ] = False,
     init_from: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "Start the run from this model, a folder or one of the hub (see import and upcycle).",
             metavar="HF_DIR|ORG/NAME[@REVISION]",
-            help="Start the run from this model, a folder or one of the hub (see import and upcycle).",
         ),
     ] = None,
-    initial_peers: Annotated[
-        list[str] | None, typer.Option(help="Join the DHT of these nodes instead of starting one.", show_default=False)
-    ] = None,
+    initial_peers: Annotated[list[str] | None, option("Join the DHT of these nodes instead of starting one.")] = None,
     port: Port = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,

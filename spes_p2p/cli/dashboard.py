@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, option
 
 
 def dashboard(
@@ -15,20 +15,14 @@ def dashboard(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    port: Annotated[int, typer.Option(help="Port of the web page; 0 picks a free one.", min=0, max=65535)] = 8080,
-    host: Annotated[
-        str, typer.Option(help="Address to serve the page on; 0.0.0.0 opens it to other machines.")
-    ] = "127.0.0.1",
+    port: Annotated[int, option("Port of the web page; 0 picks a free one.", min=0, max=65535)] = 8080,
+    host: Annotated[str, option("Address to serve the page on; 0.0.0.0 opens it to other machines.")] = "127.0.0.1",
     database: Annotated[
-        Path, typer.Option(help="File that keeps the history; without an invitation, what it holds is shown.")
+        Path, option("File that keeps the history; without an invitation, what it holds is shown.")
     ] = Path("dashboard.sqlite"),
     replay: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Show a past run: metrics.jsonl of a peer, or its folder (repeat for more peers).",
-            show_default=False,
-        ),
+        option("Show a past run: metrics.jsonl of a peer, or its folder (repeat for more peers).", metavar="PATH"),
     ] = None,
 ) -> None:
     """Serves a web page about a run until Ctrl-C: loss, speed, experts, rounds, peers. Takes no part in the run.

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, Port, RunId
+from spes_p2p.cli.arguments import (
+    Device,
+    DeviceOption,
+    Fingerprint,
+    HostMaddrs,
+    Invitation,
+    OptionalPeers,
+    Port,
+    RunId,
+    option,
+)
 from spes_p2p.files import PEER_FOLDER, in_folder
 from spes_p2p.observe.text import to_type
 
@@ -28,20 +38,19 @@ def doctor(
     fingerprint: Fingerprint = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "Folder that a peer would write to (default: peer); its key is made there, and its id shown.",
             "--output",
             "-o",
-            help="Folder that a peer would write to (default: peer); its key is made there, and its id shown.",
-            show_default=False,
         ),
     ] = None,
     device: DeviceOption = Device.AUTO,
     max_experts: Annotated[
-        int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
+        int | None, option("Most expert columns to train (default: as many as fit into memory).", min=0)
     ] = None,
     port: Port = None,
     host_maddrs: HostMaddrs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: Annotated[bool, option("Print one JSON object instead of lines.", "--json")] = False,
 ) -> None:
     """Checks in half a minute whether this machine can train in a run; downloads nothing. Exits with 1 if it cannot.
 

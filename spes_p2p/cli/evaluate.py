@@ -17,6 +17,7 @@ from spes_p2p.cli.arguments import (
     OptionalPeers,
     RunId,
     TokenizerOption,
+    option,
 )
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import model_at, shown_bytes, told
@@ -31,7 +32,6 @@ def evaluate(
         typer.Argument(
             metavar="HF_DIR|ORG/NAME|INVITE",
             help="A Hugging Face folder, a model of the hub (ORG/NAME[@REVISION]), or a live run.",
-            show_default=False,
         ),
     ] = None,
     checkpoint: CheckpointFolder = None,
@@ -41,22 +41,18 @@ def evaluate(
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = Dtype.FP32,
     suite: Annotated[
-        str,
-        typer.Option(
-            help="spes (the paper's suite), quick, or tasks, with their shots, such as sciq,arc_challenge:25."
-        ),
+        str, option("spes (the paper's suite), quick, or tasks, with their shots, such as sciq,arc_challenge:25.")
     ] = "quick",
-    limit: Annotated[int | None, typer.Option(help="Most samples of each task.", min=1)] = None,
+    limit: Annotated[int | None, option("Most samples of each task.", min=1)] = None,
     include_path: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of task files of your own; nothing is downloaded for them."),
+        Path | None, option("Folder of task files of your own; nothing is downloaded for them.", metavar="DIR")
     ] = None,
     device: DeviceOption = Device.AUTO,
-    batch_size: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 8,
+    batch_size: Annotated[int, option("Sequences per batch.", min=1)] = 8,
     max_length: Annotated[
-        int | None, typer.Option(help="Context length in tokens (default: the one that it was trained with).", min=1)
+        int | None, option("Context length in tokens (default: the one that it was trained with).", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Annotated[bool, option("Print one JSON object instead of a table.", "--json")] = False,
 ) -> None:
     """Scores a model on tasks of lm-evaluation-harness (pip extra eval): a folder, a checkpoint, or a live run.
 

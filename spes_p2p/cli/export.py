@@ -19,7 +19,7 @@ from spes_p2p.cli.arguments import (
     OptionalPeers,
     RunId,
     TokenizerOption,
-    optional,
+    option,
 )
 from spes_p2p.cli.showing import show_hub_bars, shown_bytes, told
 
@@ -32,12 +32,12 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
-DtypeOption = Annotated[Dtype, typer.Option(help="Data type of the exported values; fp32 is exact.")]
-MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one safetensors file.")]
+DtypeOption = Annotated[Dtype, option("Data type of the exported values; fp32 is exact.")]
+MaxShardSize = Annotated[str, option("Largest size of one safetensors file.", metavar="SIZE")]
 
 
 def export(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
+    output: Annotated[Path, option("Folder to create.", "--output", "-o")],
     invitation: Invitation = None,
     checkpoint: CheckpointFolder = None,
     initial_peers: OptionalPeers = None,
@@ -47,11 +47,9 @@ def export(
     max_shard_size: MaxShardSize = "5GB",
     tokenizer: TokenizerOption = None,
     push: Annotated[
-        str | None, optional("Upload it to the Hugging Face hub; of an --output that exists, alone.", "ORG/NAME")
+        str | None, option("Upload it to the Hugging Face hub; of an --output that exists, alone.", metavar="ORG/NAME")
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Everybody may see what --push creates (default: only you).")
-    ] = False,
+    public: Annotated[bool, option("Everybody may see what --push creates (default: only you).", "--public")] = False,
 ) -> None:
     """Writes a model that transformers can load without our code, from a checkpoint or a live run.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from spes_p2p.cli.arguments import option
 from spes_p2p.cli.showing import model_at
 
 
@@ -18,7 +19,7 @@ def import_model(
             help="An OLMoE or Qwen3-MoE model, in a folder or on the hub, or one that upcycle made.",
         ),
     ],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the section to this file.")] = None,
+    output: Annotated[Path | None, option("Also write the section to this file.", "--output", "-o")] = None,
 ) -> None:
     """Checks a Mixture-of-Experts checkpoint and prints the `model` section for a run that starts from it.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers, option
 from spes_p2p.cli.showing import told
 
 
@@ -16,16 +16,15 @@ def invite(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    folder: Annotated[Path, typer.Option("--folder", "-f", help="Folder of a bootstrap node or of a peer.")] = Path(
+    folder: Annotated[Path, option("Folder of a bootstrap node or of a peer.", "--folder", "-f")] = Path(
         "bootstrap-node"
     ),
     peer: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "For this peer alone, with the organiser's key: it may vote as soon as it has joined.",
             "--for",
             metavar="PEER",
-            help="For this peer alone, with the organiser's key: it may vote as soon as it has joined.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -26,6 +26,7 @@ from spes_p2p.cli.arguments import (
     OptionalPeers,
     Port,
     RunId,
+    option,
 )
 from spes_p2p.data.web_url import WebAccess
 
@@ -44,115 +45,79 @@ def join(
         typer.Argument(
             metavar="INVITE|KEY=VALUE",
             help="The organiser's invitation; settings of your own, such as output.tensorboard=true.",
-            show_default=False,
         ),
     ] = None,
     initial_peers: OptionalPeers = None,
     data: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder of the run's token shards (default: fetch data from peers)."),
+        str | None, option("Folder of the run's token shards (default: fetch data from peers).", metavar="DIR")
     ] = None,
     max_data_disk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most disk space for data from other peers.", rich_help_panel=LIMITS)
+        str, option("Most disk space for data from other peers.", metavar="SIZE", panel=LIMITS)
     ] = "20GB",
     web_data: Annotated[
         WebAccess,
-        typer.Option(
-            help="Which of the organiser's web servers to fetch data from: none, public https ones, or any.",
-            rich_help_panel=NETWORK,
+        option(
+            "Which of the organiser's web servers to fetch data from: none, public https ones, or any.", panel=NETWORK
         ),
     ] = WebAccess.PUBLIC,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for state and metrics; a run that it holds is continued.")
+        Path, option("Folder for state and metrics; a run that it holds is continued.", "--output", "-o")
     ] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     owned_experts: Annotated[
         str | None,
-        typer.Option(
-            help="Expert columns to claim, such as 0,3-5 (default: columns that the others lack).",
+        option(
+            "Expert columns to claim, such as 0,3-5 (default: columns that the others lack).",
             metavar="LIST",
-            rich_help_panel=ADVANCED,
+            panel=ADVANCED,
         ),
     ] = None,
     max_experts: Annotated[
-        int | None,
-        typer.Option(
-            help="Most expert columns to train (default: as many as fit into memory).", min=0, rich_help_panel=LIMITS
-        ),
+        int | None, option("Most expert columns to train (default: as many as fit into memory).", min=0, panel=LIMITS)
     ] = None,
     device: DeviceOption = Device.AUTO,
     local_ranks: Annotated[
-        int | None, typer.Option(help="DDP ranks (default: one per visible GPU).", min=1, rich_help_panel=ADVANCED)
+        int | None, option("DDP ranks (default: one per visible GPU).", min=1, panel=ADVANCED)
     ] = None,
     until_round: Annotated[
-        int | None, typer.Option(help="Stop when the run has committed this round.", min=1, rich_help_panel=ADVANCED)
+        int | None, option("Stop when the run has committed this round.", min=1, panel=ADVANCED)
     ] = None,
     dump_rounds: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write the inputs and outputs of each round to.", rich_help_panel=ADVANCED),
+        Path | None, option("Folder to write the inputs and outputs of each round to.", panel=ADVANCED)
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Refuse to join a run that has a different config.", rich_help_panel=ADVANCED),
-    ] = None,
+    config: Annotated[Path | None, option("Refuse to join a run that has a different config.", panel=ADVANCED)] = None,
     identity_path: IdentityPath = None,
     port: Port = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     client_mode: Annotated[
-        bool,
-        typer.Option(
-            "--client-mode", help="Do not listen for connections (for use behind NAT).", rich_help_panel=NETWORK
-        ),
+        bool, option("Do not listen for connections (for use behind NAT).", "--client-mode", panel=NETWORK)
     ] = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
     schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOURS",
-            help="Train only in these hours, such as 22:00-08:00.",
-            show_default=False,
-            rich_help_panel=LIMITS,
-        ),
+        str | None, option("Train only in these hours, such as 22:00-08:00.", metavar="HOURS", panel=LIMITS)
     ] = None,
     pause_on_battery: Annotated[
-        bool,
-        typer.Option(
-            "--pause-on-battery",
-            help="Do not train on battery power, where that can be detected.",
-            rich_help_panel=LIMITS,
-        ),
+        bool, option("Do not train on battery power, where that can be detected.", "--pause-on-battery", panel=LIMITS)
     ] = False,
     follow: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "If the run has split into two histories, follow this one, whatever others choose.",
             metavar="HEX",
-            help="If the run has split into two histories, follow this one, whatever others choose.",
-            show_default=False,
-            rich_help_panel=ADVANCED,
+            panel=ADVANCED,
         ),
     ] = None,
     nice: Annotated[
-        int,
-        typer.Option(
-            help="Give way to other programs: 0 (not at all) to 19 (to all of them).",
-            min=0,
-            max=19,
-            rich_help_panel=LIMITS,
-        ),
+        int, option("Give way to other programs: 0 (not at all) to 19 (to all of them).", min=0, max=19, panel=LIMITS)
     ] = 0,
-    cores: Annotated[
-        int | None,
-        typer.Option(
-            help="Most processor cores to use (default: all).", min=1, show_default=False, rich_help_panel=LIMITS
-        ),
-    ] = None,
+    cores: Annotated[int | None, option("Most processor cores to use (default: all).", min=1, panel=LIMITS)] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
     log_format: Annotated[
-        LogFormat, typer.Option(help="auto (full screen on a terminal, lines elsewhere), text (lines) or json.")
+        LogFormat, option("auto (full screen on a terminal, lines elsewhere), text (lines) or json.")
     ] = LogFormat.AUTO,
 ) -> None:
     """Trains in a run until Ctrl-C; then tells the others and exits within ten seconds.

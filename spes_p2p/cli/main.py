@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from spes_p2p import __version__
+from spes_p2p.cli.arguments import option
 from spes_p2p.cli.help import PlainCommand, PlainGroup
 from spes_p2p.errors import PermanentError, SpesError, Stopped
 
@@ -132,7 +133,7 @@ def _show_version(asked: bool) -> None:
 
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+        bool, option("Show the version and exit.", "--version", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Pretrain a Mixture-of-Experts language model together, on machines without a fast network.

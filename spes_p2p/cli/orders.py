@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers, met
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers, met, option
 from spes_p2p.cli.showing import told
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.observe.text import to_type
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NODE = Path(NODE_FOLDER)
 EXAMPLE = "--folder bootstrap-node"
-NodeFolder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of the bootstrap node.")]
+NodeFolder = Annotated[Path, option("Folder of the bootstrap node.", "--folder", "-f")]
 
 
 def _meet(
@@ -48,10 +48,9 @@ def stop(
     fingerprint: Fingerprint = None,
     folder: NodeFolder = NODE,
     after_round: Annotated[
-        int | None,
-        typer.Option(help="Last round of the run (default: the first of which all peers hear in time).", min=1),
+        int | None, option("Last round of the run (default: the first of which all peers hear in time).", min=1)
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, option("Do not ask.", "--yes")] = False,
 ) -> None:
     """Ends a run with the organiser's key: peers commit the last round, save and exit. This cannot be undone.
 
@@ -69,9 +68,7 @@ def stop(
 
 
 def decay(
-    steps: Annotated[
-        int, typer.Option(help="Inner steps over which the learning rate falls to its lowest.", min=1, max=10**9)
-    ],
+    steps: Annotated[int, option("Inner steps over which the learning rate falls to its lowest.", min=1, max=10**9)],
     invitation: Invitation = None,
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
@@ -91,7 +88,7 @@ def decay(
 
 
 Peers = Annotated[list[str], typer.Argument(metavar="PEER", help="Ids of peers, as status --ids prints them.")]
-Undo = Annotated[bool, typer.Option("--undo", help="Takes back what was said of these peers.")]
+Undo = Annotated[bool, option("Takes back what was said of these peers.", "--undo")]
 
 
 def vouch(
@@ -165,7 +162,6 @@ def choose(
         typer.Argument(
             metavar="CHILD",
             help="First digits of the history to continue, as peers print them (default: list the histories).",
-            show_default=False,
         ),
     ] = None,
     invitation: Invitation = None,
@@ -173,7 +169,7 @@ def choose(
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     folder: NodeFolder = NODE,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, option("Do not ask.", "--yes")] = False,
 ) -> None:
     """Chooses, with the organiser's key, which of two histories a run continues; peers on the other switch to it.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spes_p2p.cli.arguments import option
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -25,39 +26,29 @@ EIGHT_BIT = "optimizer.name=adamw8bit"
 
 
 def plan(
-    config: Annotated[Path, typer.Option(help="Config of the run: a YAML file, or a bundled name such as small.")],
+    config: Annotated[Path, option("Config of the run: a YAML file, or a bundled name such as small.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as model.num_layers=8.", show_default=False),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as model.num_layers=8.")
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Show what fits into a GPU with this much memory, such as 24GiB.")
+        str | None, option("Show what fits into a GPU with this much memory, such as 24GiB.", metavar="SIZE")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of a GPU such as RTX4090, which sets its memory and a guess at its speed.",
-        ),
+        option("Name of a GPU such as RTX4090, which sets its memory and a guess at its speed.", metavar="NAME"),
     ] = None,
     experts_per_peer: Annotated[
-        int | None, typer.Option(help="Expert columns to train (default: swarm.experts_per_peer).", min=0)
+        int | None, option("Expert columns to train (default: swarm.experts_per_peer).", min=0)
     ] = None,
-    uplink: Annotated[str | None, typer.Option(metavar="RATE", help="Upload speed of a peer, such as 20Mbit.")] = None,
-    downlink: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Download speed of a peer, such as 100Mbit.")
-    ] = None,
-    peers: Annotated[int | None, typer.Option(help="Peers of the run (default: swarm.min_peers).", min=1)] = None,
-    tokens_per_second: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="Training speed of a peer.", min=0.001)
-    ] = None,
-    local_ranks: Annotated[int, typer.Option(help="GPUs per peer, each with that much memory.", min=1)] = 1,
+    uplink: Annotated[str | None, option("Upload speed of a peer, such as 20Mbit.", metavar="RATE")] = None,
+    downlink: Annotated[str | None, option("Download speed of a peer, such as 100Mbit.", metavar="RATE")] = None,
+    peers: Annotated[int | None, option("Peers of the run (default: swarm.min_peers).", min=1)] = None,
+    tokens_per_second: Annotated[float | None, option("Training speed of a peer.", metavar="NUMBER", min=0.001)] = None,
+    local_ranks: Annotated[int, option("GPUs per peer, each with that much memory.", min=1)] = 1,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Choose what suits these links and GPUs, say why, and plan with that.")
+        bool, option("Choose what suits these links and GPUs, say why, and plan with that.", "--tune")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of tables, with sizes in bytes.")
-    ] = False,
+    as_json: Annotated[bool, option("Print one JSON object instead of tables, with sizes in bytes.", "--json")] = False,
 ) -> None:
     """Shows what a run needs: parameters, GPU memory by part, what fits, bytes and time per sync. Needs no GPU.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spes_p2p.cli.arguments import option
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.observe.text import line
 
@@ -17,23 +18,15 @@ if TYPE_CHECKING:
 
 def quickstart(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="Config overrides, such as sync.steps_per_round=5.", show_default=False
-        ),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as sync.steps_per_round=5.")
     ] = None,
-    peers: Annotated[int, typer.Option(help="Peers to start.", min=1)] = 3,
-    rounds: Annotated[int, typer.Option(help="Rounds to train.", min=1)] = 6,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Empty folder for all files (default: a new one).")
-    ] = None,
+    peers: Annotated[int, option("Peers to start.", min=1)] = 3,
+    rounds: Annotated[int, option("Rounds to train.", min=1)] = 6,
+    output: Annotated[Path | None, option("Empty folder for all files (default: a new one).", "--output", "-o")] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="Token shards, or text files (default: the sources of Python's standard library)."),
+        Path | None, option("Token shards, or text files (default: the sources of Python's standard library).")
     ] = None,
-    dump_rounds: Annotated[
-        Path | None, typer.Option(help="Folder to write the inputs and outputs of each round to.")
-    ] = None,
+    dump_rounds: Annotated[Path | None, option("Folder to write the inputs and outputs of each round to.")] = None,
 ) -> None:
     """Trains a small model with several processes on this machine's CPU; needs nothing else. Takes a few minutes.
 

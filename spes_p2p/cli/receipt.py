@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation
+from spes_p2p.cli.arguments import Fingerprint, Invitation, option
 
 if TYPE_CHECKING:
     from spes_p2p.sync.receipts import Receipt
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 def receipt(
     invitation: Invitation = None,
-    check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check this receipt, without the run.", show_default=False)
-    ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of the peer whose work the receipt is for.")
-    ] = Path("peer"),
+    check: Annotated[Path | None, option("Check this receipt, without the run.", metavar="FILE")] = None,
+    output: Annotated[Path, option("Folder of the peer whose work the receipt is for.", "--output", "-o")] = Path(
+        "peer"
+    ),
     fingerprint: Fingerprint = None,
 ) -> None:
     """Makes a receipt of the work that a run has counted of a peer, or checks one: that takes no network.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met, option
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import short
 from spes_p2p.observe.metrics import count_text, span_text
@@ -24,76 +24,43 @@ if TYPE_CHECKING:
 
 def init(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as sync.codec=int8.", show_default=False),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides, such as sync.codec=int8.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="Bundled config to start from: tiny, small, home...",
-            show_default=False,
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Folder of token shards (empty: each peer brings data of its own).", show_default=False),
-    ] = None,
+    name: Annotated[str | None, option("Name of the run.")] = None,
+    template: Annotated[str | None, option("Bundled config to start from: tiny, small, home...")] = None,
+    data: Annotated[str | None, option("Folder of token shards (empty: each peer brings data of its own).")] = None,
     data_url: Annotated[
         list[str] | None,
-        typer.Option(
-            help="URL of the shards: https://... or hf://datasets/... (repeat for mirrors); may replace --data.",
-            show_default=False,
-        ),
+        option("URL of the shards: https://... or hf://datasets/... (repeat for mirrors); may replace --data."),
     ] = None,
     peers: Annotated[
-        int | None,
-        typer.Option(help="Peers that must have come before the run begins, with your own.", min=1, show_default=False),
+        int | None, option("Peers that must have come before the run begins, with your own.", min=1)
     ] = None,
-    experts_per_peer: Annotated[
-        int | None, typer.Option(help="Expert columns that each peer trains.", min=0, show_default=False)
-    ] = None,
+    experts_per_peer: Annotated[int | None, option("Expert columns that each peer trains.", min=0)] = None,
     steps_per_round: Annotated[
-        int | None, typer.Option(help="Inner steps between syncs (default: as in the template).", min=1)
+        int | None, option("Inner steps between syncs (default: as in the template).", min=1)
     ] = None,
     guest_rank: Annotated[
-        int | None,
-        typer.Option(
-            help="Rank of the change that each peer trains in others' experts (0: none).", min=0, show_default=False
-        ),
+        int | None, option("Rank of the change that each peer trains in others' experts (0: none).", min=0)
     ] = None,
     strangers: Annotated[
-        bool, typer.Option("--strangers", help="Anybody may train: liars are left out, found and banned.")
+        bool, option("Anybody may train: liars are left out, found and banned.", "--strangers")
     ] = False,
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of the volunteers' GPUs, such as 24GiB, to check that the run fits.",
-            show_default=False,
-        ),
+        str | None, option("Memory of the volunteers' GPUs, such as 24GiB, to check that the run fits.", metavar="SIZE")
     ] = None,
-    uplink: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Upload speed of the volunteers, such as 20Mbit.", show_default=False),
-    ] = None,
+    uplink: Annotated[str | None, option("Upload speed of the volunteers, such as 20Mbit.", metavar="RATE")] = None,
     downlink: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Download speed of the volunteers, such as 100Mbit.", show_default=False),
+        str | None, option("Download speed of the volunteers, such as 100Mbit.", metavar="RATE")
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The volunteers' GPU, such as RTX4090: its memory and speed.", show_default=False
-        ),
+        str | None, option("The volunteers' GPU, such as RTX4090: its memory and speed.", metavar="NAME")
     ] = None,
-    tokens_per_second: Annotated[
-        float | None, typer.Option(help="Training speed of a volunteer.", min=0.001, show_default=False)
-    ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Choose what suits these links and GPUs, and say why.")] = False,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the organiser's key: the bootstrap node's.")
-    ] = Path("bootstrap-node"),
+    tokens_per_second: Annotated[float | None, option("Training speed of a volunteer.", min=0.001)] = None,
+    tune: Annotated[bool, option("Choose what suits these links and GPUs, and say why.", "--tune")] = False,
+    output: Annotated[Path, option("Folder for the organiser's key: the bootstrap node's.", "--output", "-o")] = Path(
+        "bootstrap-node"
+    ),
 ) -> None:
     """Asks a few questions (or takes flags), checks and writes a commented NAME.yaml, and creates the organiser's key.
 
@@ -180,14 +147,11 @@ def inspect(
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     folder: Annotated[
-        Path, typer.Option("--folder", "-f", help="Folder of a bootstrap node or a peer, if no invitation is given.")
+        Path, option("Folder of a bootstrap node or a peer, if no invitation is given.", "--folder", "-f")
     ] = Path("bootstrap-node"),
-    last: Annotated[int | None, typer.Option(help="Show only this many of the newest rounds.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
-    proof: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Check this proof of fraud instead, without the run.", show_default=False),
-    ] = None,
+    last: Annotated[int | None, option("Show only this many of the newest rounds.", min=1)] = None,
+    as_json: Annotated[bool, option("Print one JSON object per round.", "--json")] = False,
+    proof: Annotated[Path | None, option("Check this proof of fraud instead, without the run.", metavar="FILE")] = None,
 ) -> None:
     """Prints the history of a run, one round per line: from a folder, or from a live run, whose certificates it checks.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met, option
 from spes_p2p.ids import short
 from spes_p2p.observe.metrics import count_text, seconds_text, span_text
 from spes_p2p.observe.text import to_type
@@ -33,9 +33,9 @@ def status(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every few seconds, until Ctrl-C.")] = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Also list the whole ids of the peers.")] = False,
+    as_json: Annotated[bool, option("Print one JSON object instead of a table.", "--json")] = False,
+    watch: Annotated[bool, option("Refresh every few seconds, until Ctrl-C.", "--watch")] = False,
+    ids: Annotated[bool, option("Also list the whole ids of the peers.", "--ids")] = False,
 ) -> None:
     """Shows a run: round, peers, columns with their owners, age of the newest certificate. Any live node will do.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spes_p2p.cli.arguments import option
 from spes_p2p.cli.showing import shown_bytes, told
 
 
@@ -20,26 +21,21 @@ def tokenize(
             show_default=False,
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the shards and manifest.json.")],
+    output: Annotated[Path, option("Folder for the shards and manifest.json.", "--output", "-o")],
     tokenizer: Annotated[
-        str, typer.Option(help="byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub.")
+        str, option("byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub.")
     ] = "byte",
-    eos_token: Annotated[str | None, typer.Option(help="Token that ends a document (default: detected).")] = None,
-    text_field: Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")] = "text",
-    processes: Annotated[int | None, typer.Option(help="Worker processes (default: one per core).", min=1)] = None,
-    max_shard_bytes: Annotated[int, typer.Option(help="Largest size of a shard, in bytes.")] = 256 * 2**20,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Treat a bad line as an error instead of counting it.")
-    ] = False,
+    eos_token: Annotated[str | None, option("Token that ends a document (default: detected).")] = None,
+    text_field: Annotated[str, option("JSON field or Parquet column that holds the text.")] = "text",
+    processes: Annotated[int | None, option("Worker processes (default: one per core).", min=1)] = None,
+    max_shard_bytes: Annotated[int, option("Largest size of a shard, in bytes.")] = 256 * 2**20,
+    strict: Annotated[bool, option("Treat a bad line as an error instead of counting it.", "--strict")] = False,
     sequence_length: Annotated[
-        int, typer.Option(help="Sequence length of the run; less text than one sequence is an error.", min=1)
+        int, option("Sequence length of the run; less text than one sequence is an error.", min=1)
     ] = 128,
     url: Annotated[
         list[str] | None,
-        typer.Option(
-            help="URL that the output folder will have: https://... or hf://datasets/... (repeat for mirrors).",
-            show_default=False,
-        ),
+        option("URL that the output folder will have: https://... or hf://datasets/... (repeat for mirrors)."),
     ] = None,
 ) -> None:
     """Turns text into the token shards that a run trains on; an interrupted call resumes where it stopped.

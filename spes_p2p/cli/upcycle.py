@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import ADVANCED
+from spes_p2p.cli.arguments import ADVANCED, option
 from spes_p2p.cli.export import Dtype, DtypeOption, MaxShardSize
 from spes_p2p.cli.showing import model_at, shown_bytes
 
@@ -25,30 +25,21 @@ class RouterInit(StrEnum):
 def upcycle(
     dense: Annotated[
         Path,
-        typer.Option(
-            metavar="HF_DIR|ORG/NAME[@REVISION]", help="A Qwen3, Llama or Qwen2 model, in a folder or on the hub."
-        ),
+        option("A Qwen3, Llama or Qwen2 model, in a folder or on the hub.", metavar="HF_DIR|ORG/NAME[@REVISION]"),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
-    experts: Annotated[int, typer.Option(help="Experts of each layer.", min=1)] = 8,
-    top_k: Annotated[int, typer.Option(help="Experts per token.", min=1)] = 2,
-    noise_std: Annotated[
-        float, typer.Option(metavar="NUMBER", help="Standard deviation of the noise on expert weights.")
-    ] = 0.02,
-    noise_fraction: Annotated[float, typer.Option(metavar="SHARE", help="Share of the weights that get noise.")] = 0.5,
+    output: Annotated[Path, option("Folder to create.", "--output", "-o")],
+    experts: Annotated[int, option("Experts of each layer.", min=1)] = 8,
+    top_k: Annotated[int, option("Experts per token.", min=1)] = 2,
+    noise_std: Annotated[float, option("Standard deviation of the noise on expert weights.", metavar="NUMBER")] = 0.02,
+    noise_fraction: Annotated[float, option("Share of the weights that get noise.", metavar="SHARE")] = 0.5,
     router_init: Annotated[
         RouterInit,
-        typer.Option(
-            metavar="WAY", help="normal (sigma 1), scaled_normal (0.02), from_mlp (as the down projection) or zeros."
-        ),
+        option("normal (sigma 1), scaled_normal (0.02), from_mlp (as the down projection) or zeros.", metavar="WAY"),
     ] = RouterInit.FROM_MLP,
     norm_topk: Annotated[
-        bool,
-        typer.Option(
-            "--norm-topk/--no-norm-topk", help="Scale the top-k weights to add up to one.", rich_help_panel=ADVANCED
-        ),
+        bool, option("Scale the top-k weights to add up to one.", "--norm-topk/--no-norm-topk", panel=ADVANCED)
     ] = True,
-    seed: Annotated[int, typer.Option(help="Seed for the noise and the routers.", rich_help_panel=ADVANCED)] = 0,
+    seed: Annotated[int, option("Seed for the noise and the routers.", panel=ADVANCED)] = 0,
     dtype: DtypeOption = Dtype.FP32,
     max_shard_size: MaxShardSize = "5GB",
 ) -> None:
