@@ -1,7 +1,8 @@
 """A run that has gone on twice for good, for real: all say so, the organiser chooses, all train on together.
 
 No network is parted for it: one goes on alone while the other two are dead, and is dead while these go on from where
-they stood. The same with a parted network, and every way out of it, in memory: tests/sync/test_choosing_history.py.
+they stood. The same with a parted network, and every way out of it, in memory: tests/sync/test_choosing_history.py. The
+organiser's command alone: tests/cli/test_run.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from spes_p2p.testing.faults import SLOW, Fault
 from spes_p2p.testing.processes import BOOTSTRAP, LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 ALONE, TWO = "alone", ("one", "two")
 ALL = (ALONE, *TWO)
 AGREED = ("swarm.min_peers=3", "swarm.final_rounds=2", "swarm.heartbeat_seconds=0.2")

@@ -29,6 +29,7 @@ def two_ranks() -> Iterator[LocalRanks]:
         yield some
 
 
+@pytest.mark.sampled(1)  # four ranks: tests/train/test_zero.py
 @pytest.mark.parametrize("count", [2, 4])
 def test_they_train_like_one_rank_in_a_part_of_its_memory(count: int) -> None:
     check_that_they_train_like_one_rank(count, ZERO3, in_bf16=True)
