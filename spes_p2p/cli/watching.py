@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -67,9 +66,7 @@ class Watching:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         screen, self._screen = self._screen, None
         self.bus.close()
         if screen is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
@@ -51,9 +50,7 @@ class Lock:
             await Pause(LOCKED_SECONDS)
         self.is_held = True
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.is_held = False
 
 
