@@ -91,11 +91,7 @@ Peers = Annotated[list[str], typer.Argument(metavar="PEER", help="Ids of peers, 
 Undo = Annotated[bool, option("Takes back what was said of these peers.", "--undo")]
 
 
-def vouch(
-    peers: Peers,
-    undo: Undo = False,
-    folder: NodeFolder = NODE,
-) -> None:
+def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
     """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
 
     In any run it lifts what electors have decided: peers that they banned may come back. Where you had vouched for one
@@ -119,11 +115,7 @@ def vouch(
     _change_roll(peers, folder, "forgotten" if undo else "vouched")
 
 
-def ban(
-    peers: Peers,
-    undo: Undo = False,
-    folder: NodeFolder = NODE,
-) -> None:
+def ban(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
     """Excludes peers from a run from the next round on, with the organiser's key.
 
     Says first how many voters stay: where they are too few for a majority, the run stands still for about a minute.

@@ -93,10 +93,7 @@ def _tuned(question: Question, overrides: Sequence[str]) -> Tuning:
 
     found = tune(question, keys_of(overrides))
     if found is None:
-        raise ConfigError(
-            "--tune needs to know the links and the speed of a peer",
-            fix=TUNE_FIX,
-        )
+        raise ConfigError("--tune needs to know the links and the speed of a peer", fix=TUNE_FIX)
     return found
 
 

@@ -24,11 +24,7 @@ def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
 
 
 def check_certificate(
-    parent: Manifest,
-    child: Manifest,
-    certificate: Certificate,
-    check: CheckSignature,
-    rule: SealRule,
+    parent: Manifest, child: Manifest, certificate: Certificate, check: CheckSignature, rule: SealRule
 ) -> None:
     """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
 

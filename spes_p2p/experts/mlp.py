@@ -29,12 +29,7 @@ from spes_p2p.experts.stores import Store
 
 
 def experts_of(
-    x_TD: Tensor,
-    weight_TK: Tensor,
-    order: Order,
-    store: Store,
-    trained: Trained,
-    backend: Backend,
+    x_TD: Tensor, weight_TK: Tensor, order: Order, store: Store, trained: Trained, backend: Backend
 ) -> Tensor:
     """y_TD = sum over k of weight[t, k] * down @ (silu(gate @ x) * (up @ x)) of the expert; no token is dropped."""
     guests = trained.guests if trained.guests is not None and trained.guests.active else None

@@ -69,11 +69,7 @@ class Upcycling:
 
 
 def upcycle(
-    dense: Path,
-    output: Path,
-    how: Upcycling,
-    form: Format = FORMAT,
-    report: Report = say_nothing,
+    dense: Path, output: Path, how: Upcycling, form: Format = FORMAT, report: Report = say_nothing
 ) -> StartModel:
     """Fills `output`, which exists, with a model that `bootstrap --init-from` and transformers take.
 

@@ -160,12 +160,7 @@ def _words(run: NewRun, config: Config, node: Path) -> list[str]:
     """What the plan says of the volunteers' machines."""
     question = _question(run, config)
     found = answer(question)
-    words = [
-        expected_coverage(config) or "",
-        found.sentence(),
-        found.eight_bit_words(),
-        too_slow(question),
-    ]
+    words = [expected_coverage(config) or "", found.sentence(), found.eight_bit_words(), too_slow(question)]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")

@@ -229,9 +229,7 @@ class TrainingLoop:
         progress.step, progress.tokens_per_second = result.step, speed
         progress.tokens += result.tokens
         if own_steps % self.config.output.log_every_steps == 0:
-            self.emit(
-                Step(result.step, result.loss, result.tokens, speed, result.lr, result.grad_norm),
-            )
+            self.emit(Step(result.step, result.loss, result.tokens, speed, result.lr, result.grad_norm))
         if now - self._reported > REPORT_SECONDS and machine.stage is Stage.TRAINING:  # else READY is what counts
             self._reported = now
             self._report(now - self._began)

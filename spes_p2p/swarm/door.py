@@ -51,10 +51,7 @@ class Door:
     """Lets callers in as long as they keep to `limits`. Used on the event loop."""
 
     def __init__(
-        self,
-        limits: DoorLimits,
-        is_member: Callable[[PeerId], bool] = anybody,
-        clock: Clock | None = None,
+        self, limits: DoorLimits, is_member: Callable[[PeerId], bool] = anybody, clock: Clock | None = None
     ) -> None:
         """`clock` None: the event loop's."""
         self._limits, self._is_member, self._clock = limits, is_member, clock or LoopClock()

@@ -159,11 +159,7 @@ class RunReport:
 
 
 async def read_report(
-    network: Network,
-    run_id: str | None,
-    now: float,
-    fingerprint: str | None = None,
-    known: Iterable[str] = (),
+    network: Network, run_id: str | None, now: float, fingerprint: str | None = None, known: Iterable[str] = ()
 ) -> RunReport:
     """Reads everything once. `now` is the wall clock, Unix seconds; `known` are addresses by which the run was found.
 

@@ -263,11 +263,7 @@ class ProcessFaults:
 
 def in_environment(name: str, armed_faults: ArmedFaults, planned: Iterable[Fault]) -> dict[str, str]:
     """Variables with which `testing/faulty_peer.py` is peer `name` with these faults."""
-    return {
-        PLANNED_VARIABLE: to_text(planned),
-        NAME_VARIABLE: name,
-        FOLDER_VARIABLE: str(armed_faults.folder),
-    }
+    return {PLANNED_VARIABLE: to_text(planned), NAME_VARIABLE: name, FOLDER_VARIABLE: str(armed_faults.folder)}
 
 
 def raise_planted(fault: Fault) -> None:

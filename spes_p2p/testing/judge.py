@@ -120,13 +120,7 @@ class Judge:
 
     # ---------------------------------------------------------------- votes
 
-    def saw_record(
-        self,
-        peer: PeerId,
-        record: VoteRecord,
-        disk: Disk,
-        guard: Callable[[], Guard],
-    ) -> None:
+    def saw_record(self, peer: PeerId, record: VoteRecord, disk: Disk, guard: Callable[[], Guard]) -> None:
         """A voting record became durable; `guard` is what its voter truly heard."""
         history = self._histories.setdefault((peer, disk.incarnation, record.parent), VoteHistory())
         who = f"{peer} for the child of {short(record.parent)}"
