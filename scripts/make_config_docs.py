@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))  # a clone that is not installed
 
 from pydantic.fields import FieldInfo  # noqa: E402
 
-from spes_p2p.config.fields import Section, is_local, is_private  # noqa: E402
 from spes_p2p.config.schema import Config  # noqa: E402
+from spes_p2p.config.sections import Section, is_local, is_private  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spes_p2p.config.fields import is_local
 from spes_p2p.config.load import changed, parse_override
 from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.config.sections import is_local
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, sha256
 

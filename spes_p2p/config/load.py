@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from spes_p2p.config.fields import is_private
 from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.config.sections import is_private
 from spes_p2p.errors import ConfigError
 
 _MOST_MISTAKES_SHOWN = 3

@@ -12,7 +12,6 @@ from itertools import pairwise
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
-from spes_p2p.config.fields import Section, agreed, local
 from spes_p2p.config.sections import (
     DataConfig,
     EvalConfig,
@@ -21,7 +20,10 @@ from spes_p2p.config.sections import (
     OutputConfig,
     RunConfig,
     SchedulerConfig,
+    Section,
     SwarmConfig,
+    agreed,
+    local,
 )
 from spes_p2p.config.sync import SyncConfig
 from spes_p2p.errors import ConfigError
@@ -40,8 +42,6 @@ __all__ = [
     "fields_of_tree",
     "steps_per_round_at",
 ]
-
-
 MOST_WEIGHT = 1000
 """What the weights of a mixture add up to, at most."""
 

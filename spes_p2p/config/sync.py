@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from spes_p2p.codecs.sizes import Codec, DenseCodec
-from spes_p2p.config.fields import Natural, Positive, Schedule, Section, agreed
+from spes_p2p.config.sections import Natural, Positive, Schedule, Section, agreed
 from spes_p2p.errors import ConfigError
 
 

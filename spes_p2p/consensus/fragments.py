@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 
 
 def due_columns(ownership: Ownership, round: int, expert_rounds: int) -> frozenset[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from spes_p2p.consensus.membership import Member, Roll
 from spes_p2p.data.leases import Leases
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 from spes_p2p.wire import pack
 
 WIRE_VERSION = 9

@@ -40,8 +40,7 @@ from spes_p2p.consensus.standing import with_standing
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.assign import OwnershipRequest, assign
-from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
+from spes_p2p.ownership.assign import Ownership, OwnershipRequest, assign, columns_of, nobody
 
 MergeKind = Literal["paper", "released", "shrink"]
 EPOCH_ROUNDS = 64

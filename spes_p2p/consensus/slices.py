@@ -13,7 +13,7 @@ from functools import cached_property
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.weights import FEWEST
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import span_text
-from spes_p2p.ownership.expert_map import orphans
+from spes_p2p.ownership.assign import orphans
 from spes_p2p.sync.report import PeerLine, RunReport
 
 LOOK_SECONDS = 2.0

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from spes_p2p.config.fields import is_local
 from spes_p2p.config.schema import Config, ModelConfig
+from spes_p2p.config.sections import is_local
 from spes_p2p.errors import CheckpointError, ConfigError, first_line
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_tensors

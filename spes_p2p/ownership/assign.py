@@ -14,10 +14,30 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import Ownership
 
 _Gift = tuple[PeerId, int]
 """Who would give up its column, and the column that it would take instead."""
+Ownership = tuple[tuple[PeerId, ...], ...]
+
+
+def nobody(num_columns: int) -> Ownership:
+    """The ownership before anybody came."""
+    return ((),) * num_columns
+
+
+def columns_of(ownership: Ownership, peer: PeerId) -> tuple[int, ...]:
+    """The columns that `peer` owns, rising."""
+    return tuple(column for column, owners in enumerate(ownership) if peer in owners)
+
+
+def orphans(ownership: Ownership) -> tuple[int, ...]:
+    """Columns that nobody owns."""
+    return tuple(column for column, owners in enumerate(ownership) if not owners)
+
+
+def sole_columns(ownership: Ownership, peer: PeerId) -> tuple[int, ...]:
+    """The columns that `peer` owns alone, rising."""
+    return tuple(column for column, owners in enumerate(ownership) if owners == (peer,))
 
 
 @dataclass(frozen=True)

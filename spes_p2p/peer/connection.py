@@ -36,8 +36,7 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import MonotonicClock
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.composition import build_driver, open_disk
-from spes_p2p.sync.driver import Driver
+from spes_p2p.sync.driver import Driver, build_driver, open_disk
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Node
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words

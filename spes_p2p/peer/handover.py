@@ -15,7 +15,7 @@ from spes_p2p.consensus.messages import Status
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.events import Columns, Event, Warning
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 from spes_p2p.peer.connection import Connection
 from spes_p2p.state.moments import NO_MOMENTS, Moments, check_moments
 from spes_p2p.sync.surroundings import Applied

@@ -14,7 +14,7 @@ from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text, span_text
 from spes_p2p.observe.text import to_type
-from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
+from spes_p2p.ownership.assign import Ownership, columns_of, orphans
 from spes_p2p.swarm.invite import is_public, to_be_shown
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo

@@ -10,7 +10,7 @@ from collections import Counter
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.live import WAITING, Facts
-from spes_p2p.ownership.expert_map import columns_of, orphans
+from spes_p2p.ownership.assign import columns_of, orphans
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.phases import phase_of, slices_done
 from spes_p2p.swarm.records import PeerRecord

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from spes_p2p.consensus.messages import DEGRADED
 from spes_p2p.observe.prometheus import PREFIX, MetricsServer
-from spes_p2p.ownership.expert_map import orphans
+from spes_p2p.ownership.assign import orphans
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain

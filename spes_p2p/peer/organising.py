@@ -21,7 +21,7 @@ from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError, StateError
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.ownership.expert_map import orphans
+from spes_p2p.ownership.assign import orphans
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
 from spes_p2p.peer.folder import CHAIN, RUN, kept_run
 from spes_p2p.peer.inviting import vouching_note

@@ -15,7 +15,7 @@ from spes_p2p.data.held import Held
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Error, Eval, Event, ExpertLoad, Round, Step, Warning
 from spes_p2p.observe.metrics import Ema
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.data_supply import DataSupply
 from spes_p2p.peer.phases import phase_of

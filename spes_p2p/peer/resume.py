@@ -18,7 +18,7 @@ from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from spes_p2p.config.fields import is_local
 from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.config.sections import is_local
 
 KEYS = {
     "micro_batch_sequences": "optimizer.micro_batch_sequences",

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import BlockSource, Layout
 from spes_p2p.sync.outer import OuterSteps
 

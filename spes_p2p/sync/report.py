@@ -21,7 +21,7 @@ from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
 from spes_p2p.swarm.ports import Network, Transport
 from spes_p2p.swarm.records import (

@@ -32,7 +32,7 @@ from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import publish_folder, remove_folder, storing, sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.ownership.expert_map import columns_of, sole_columns
+from spes_p2p.ownership.assign import columns_of, sole_columns
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.tile_area import TileArea
 from spes_p2p.state.version import DTYPE, bytes_of

@@ -26,7 +26,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
-from spes_p2p.sync.composition import build_driver, open_disk
+from spes_p2p.sync.driver import build_driver, open_disk
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role, WorkJudge

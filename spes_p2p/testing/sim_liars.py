@@ -18,8 +18,7 @@ from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors, leader_order, trainers
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.attackers.leaders import LEADERS
-from spes_p2p.testing.machines import machine_with
+from spes_p2p.testing.attackers.leaders import LEADERS, machine_with
 from spes_p2p.testing.sim import Weather, World
 
 LIAR = PeerId("p0")

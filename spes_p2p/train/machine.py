@@ -17,7 +17,7 @@ from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.messages import Work
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Layout
 from spes_p2p.train.stages import (
     Action,

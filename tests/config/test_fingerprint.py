@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.config.fields import is_local
 from spes_p2p.config.fingerprint import (
     apply_peer_overrides,
     differences,
@@ -18,6 +17,7 @@ from spes_p2p.config.fingerprint import (
 )
 from spes_p2p.config.load import bundled_config, config_from_text, config_from_tree, load_config, published_yaml
 from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.config.sections import is_local
 from spes_p2p.errors import ConfigError
 
 TINY = load_config(bundled_config("tiny"))

@@ -44,8 +44,7 @@ from spes_p2p.consensus.rules import (
 from spes_p2p.consensus.slices import Turn, plan_slices
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import OwnershipRequest, columns_of
 from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 

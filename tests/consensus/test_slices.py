@@ -12,7 +12,7 @@ from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
 

@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.assign import OwnershipRequest, assign
-from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody, orphans
+from spes_p2p.ownership.assign import Ownership, OwnershipRequest, assign, columns_of, nobody, orphans
 
 ANNA, BEA, CARL, DORA = (PeerId(name) for name in ("anna", "bea", "carl", "dora"))
 

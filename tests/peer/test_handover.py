@@ -16,7 +16,7 @@ from spes_p2p.consensus.membership import Member
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Columns, Event, Warning
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 from spes_p2p.peer.handover import HandOver, former_owners
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from tests.sync.chains import MadeRun

@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Eval, Peer, Round, Warning
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LOOPBACK, Host, Running
 from tests.cli.conftest import spes_p2p

@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Columns
-from spes_p2p.ownership.expert_map import columns_of, orphans
+from spes_p2p.ownership.assign import columns_of, orphans
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm, peer_id_of

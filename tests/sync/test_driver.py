@@ -14,7 +14,7 @@ from spes_p2p import failpoints
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync import tensor_work

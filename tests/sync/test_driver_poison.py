@@ -16,7 +16,7 @@ from spes_p2p.consensus.messages import LOST
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import Request, ValuesRequest
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob

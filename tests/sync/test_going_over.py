@@ -16,7 +16,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork

@@ -22,7 +22,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import ValuesRequest, pack_request
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of, sole_columns
+from spes_p2p.ownership.assign import columns_of, sole_columns
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.testing.faults import Fault, MemoryFaults

@@ -13,7 +13,7 @@ from spes_p2p.consensus.messages import (
     Intent,
 )
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of, orphans
+from spes_p2p.ownership.assign import columns_of, orphans
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import in_swarm, small_config
 

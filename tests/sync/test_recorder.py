@@ -23,7 +23,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import _CLASSES, BEFORE, NEWEST, NOT_KEPT, FlightRecorder, load_recording, replay
-from spes_p2p.testing.machines import machine_with
+from spes_p2p.testing.attackers.leaders import machine_with
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.consensus import planted
 from tests.sync.swarm_cases import in_swarm, small_config

@@ -13,7 +13,7 @@ import pytest
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.ownership.assign import Ownership
 from spes_p2p.state.layout import Values
 from spes_p2p.sync import residuals as module
 from spes_p2p.sync.chain import Chain

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from spes_p2p.testing.attackers.leaders import machine_with
 from spes_p2p.testing.exhaustive import Found, explore_all
-from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.small_world import CRASH, LATE, LOSE
 from tests.consensus import planted
 

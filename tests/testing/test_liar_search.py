@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from spes_p2p.consensus.staging import Staging
+from spes_p2p.testing.attackers.leaders import machine_with
 from spes_p2p.testing.exhaustive import Found
-from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.small_world import LOSE
 from tests.testing.liar_world import search
 

@@ -22,8 +22,7 @@ from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.composition import build_driver, open_disk
-from spes_p2p.sync.driver import Driver
+from spes_p2p.sync.driver import Driver, build_driver, open_disk
 from spes_p2p.sync.joining import JoinedRun, Joining
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import Words

@@ -7,14 +7,17 @@ at all. It cannot make up what others did not sign: of attacks that try there is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.gossip import Gossip
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import Proposal, Report, Signed, Status, Votes
+from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.reducing import Reducing
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.statements import content_of
@@ -23,6 +26,19 @@ from spes_p2p.ids import PeerId, sha256
 
 LATE_SHARE = 0.9
 """Of a leader's deadline, how much one lets pass that is late on purpose."""
+
+
+def machine_with(part: type) -> type[Consensus]:
+    """The state machine with `part` in the place of the one that it changes; or itself, where it is a machine.
+
+    `part`: a fault that a test plants, or of a peer that lies.
+    """
+    if issubclass(part, Consensus):
+        return part
+    [slot] = [slot.name for slot in fields(PartClasses) if issubclass(part, getattr(PartClasses(), slot.name))]
+    changed: dict[str, Any] = {slot: part}
+    classes = replace(PartClasses(), **changed)
+    return type(part.__name__, (Consensus,), {"PART_CLASSES": classes})
 
 
 class LeavesOneOut(RoundPlan):

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Iterator
 import numpy as np
 
 from spes_p2p.consensus.audits import FAR
+from spes_p2p.consensus.membership import FAILED, PASSED
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.sync.candidate_state import CandidateState
 from spes_p2p.testing.attackers.attack import Attack, Scene
+from spes_p2p.testing.attackers.contributions import Idle
 
 ALTERED_SHARE = 0.01
 QUIET = np.float32(0.85 * FAR)
@@ -81,3 +83,21 @@ class NotFiniteTiles(Attack):
 
     def reduced(self, values: Values, base: Values, rng: np.random.Generator) -> Values:
         return np.full_like(values, np.nan)
+
+
+class FailsHonest(Attack):
+    """Trains honestly, and says of all honest work that it was not done."""
+
+    name = "fails-honest"
+
+    def finding(self, is_liars: bool, finding: str | None) -> str | None:
+        return finding if is_liars else FAILED
+
+
+class PassesLiars(Idle):
+    """Trains nothing, claims what it may, says of liars' work that it was done, and of honest work that it was not."""
+
+    name = "passes-liars"
+
+    def finding(self, is_liars: bool, finding: str | None) -> str | None:
+        return PASSED if is_liars else FAILED

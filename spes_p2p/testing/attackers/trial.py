@@ -30,11 +30,10 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
-from spes_p2p.sync.collecting import Take
 from spes_p2p.sync.organiser_words import Words, roll
+from spes_p2p.sync.round_executor import Take
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.attackers.attack import Attack, Liar, Scene
-from spes_p2p.testing.attackers.auditors import FailsHonest, PassesLiars
 from spes_p2p.testing.attackers.contributions import (
     ALittleIsEnough,
     ClaimedFlip,
@@ -51,10 +50,18 @@ from spes_p2p.testing.attackers.contributions import (
     SoleOwner,
     Thousandfold,
 )
-from spes_p2p.testing.attackers.leaders import LEADERS
-from spes_p2p.testing.attackers.reducers import AlteredTile, NamesLost, NoisyTiles, NotFiniteTiles, QuietTiles, altered
+from spes_p2p.testing.attackers.leaders import LEADERS, machine_with
+from spes_p2p.testing.attackers.reducers import (
+    AlteredTile,
+    FailsHonest,
+    NamesLost,
+    NoisyTiles,
+    NotFiniteTiles,
+    PassesLiars,
+    QuietTiles,
+    altered,
+)
 from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, IdleKeys, StrangerKeys
-from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 from spes_p2p.testing.training_swarm import LOOK_SECONDS, Measure, TrainingPeer, TrainingSwarm
 from spes_p2p.testing.virtual_time import run_virtual
