@@ -65,7 +65,7 @@ class Fairness(Part):
         current = self._state.round
         dropped = set(self._dropped(content, now))
         current.missed |= dropped
-        if not self._is_strict:
+        if not self._state.round.vote.ballot < self._state.electorate.believed:
             return not dropped & self._state.electors.keys()
         is_planned = self._is_of_our_plan(content)
         plan = current.plan.value.roster if current.plan is not None and is_planned else content.manifest.roster
@@ -77,10 +77,6 @@ class Fairness(Part):
         if not is_fair:
             current.unfair.add(manifest_hash(content.manifest))
         return is_fair
-
-    @property
-    def _is_strict(self) -> bool:
-        return self._state.round.vote.ballot < self._state.electorate.believed
 
     def must_plan_again(self, now: float) -> bool:
         """Whether the plan of an earlier ballot leaves out so much that the next leader makes another."""

@@ -22,30 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus import vote_record
 from spes_p2p.consensus.electorate import NIL, Electorate
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Sealer, Votes
 from spes_p2p.consensus.vote import Vote
-from spes_p2p.consensus.vote_events import (
-    Accuse,
-    Action,
-    Allowed,
-    Built,
-    DeadlinePassed,
-    Decide,
-    Event,
-    Heard,
-    Judged,
-    NotPersisted,
-    Persist,
-    RecordIsOld,
-    Stage,
-    StartDeadline,
-    Step,
-    Tell,
-    Verdict,
-)
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId
 
@@ -64,15 +46,18 @@ class OwnVotes:
         """Goes on from what is on disk: in the newest ballot in which something was said."""
         vote = self._vote
         vote.record, vote.ballot = record, record.ballot
-        said = ((ballot_of(record.prevote), Step.PREVOTE), (ballot_of(record.precommit), Step.PRECOMMIT))
-        vote.step = max((step for ballot, step in said if ballot == vote.ballot), default=Step.PROPOSE)
+        said = (
+            (ballot_of(record.prevote), vote_on.Step.PREVOTE),
+            (ballot_of(record.precommit), vote_on.Step.PRECOMMIT),
+        )
+        vote.step = max((step for ballot, step in said if ballot == vote.ballot), default=vote_on.Step.PROPOSE)
         vote.heard.take(Votes(record.prevote, record.precommit, record.proposal, record.valid))
 
     def start_ballot(self, ballot: int) -> None:
         """Lines 11 to 13 of Algorithm 1."""
         vote = self._vote
-        vote.ballot, vote.step = ballot, Step.PROPOSE
-        vote.asked = {one for one in vote.asked if not isinstance(one, StartDeadline) or one.ballot >= ballot}
+        vote.ballot, vote.step = ballot, vote_on.Step.PROPOSE
+        vote.asked = {one for one in vote.asked if not isinstance(one, vote_on.StartDeadline) or one.ballot >= ballot}
 
     def propose(self, value: Hash, polka: Polka | None) -> None:
         """Once a ballot."""
@@ -84,14 +69,14 @@ class OwnVotes:
         """Once a ballot."""
         signed = self._sealer.seal(Prevote(*self._names, self._vote.ballot, value))
         self._vote.record = vote_record.prevote(self._vote.record, signed)
-        self._vote.step = Step.PREVOTE
+        self._vote.step = vote_on.Step.PREVOTE
         self._vote.heard.take(Votes(prevote=signed))
 
     def precommit(self, value: Hash) -> None:
         """Once a ballot; a value is locked first."""
         signed = self._sealer.seal(Precommit(*self._names, self._vote.ballot, value))
         self._vote.record = vote_record.precommit(self._vote.record, signed)
-        self._vote.step = Step.PRECOMMIT
+        self._vote.step = vote_on.Step.PRECOMMIT
         self._vote.heard.take(Votes(precommit=signed))
 
     def lock(self, polka: Polka) -> None:
@@ -111,7 +96,7 @@ class Tendermint:
         self.me, self.vote = me, vote
         self.electorate = vote.heard.electorate
         self.own = OwnVotes(vote, sealer)
-        self._out: list[Action] = []
+        self._out: list[vote_on.Action] = []
 
     @classmethod
     def begin(
@@ -124,61 +109,63 @@ class Tendermint:
         vote.told = vote.to_tell
         return elector
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: vote_on.Event) -> list[vote_on.Action]:
         """Takes an event, does what follows from it, and says what is to be done, in order, before the next event.
 
         A `Persist` comes first: what follows it may leave only when it is on disk.
         """
         self._out = []
         self._take(event)
-        if isinstance(event, NotPersisted):  # it is tried again with the next event
+        if isinstance(event, vote_on.NotPersisted):  # it is tried again with the next event
             return []
         while self.vote.decided is None and any(rule() for rule in self._rules()):
             pass
-        first: list[Action] = []
+        first: list[vote_on.Action] = []
         if self.vote.record != self.vote.durable:
             self.vote.durable = self.vote.record
-            first.append(Persist(self.vote.record))
+            first.append(vote_on.Persist(self.vote.record))
         if (told := self.vote.to_tell) != self.vote.told:
             self.vote.told = told
-            first.append(Tell())
+            first.append(vote_on.Tell())
         return first + self._out
 
     # ---------------------------------------------------------------- events
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: vote_on.Event) -> None:
         match event:
-            case Heard(votes):
+            case vote_on.Heard(votes):
                 self.vote.heard.take(votes)
                 if self.vote.heard.has_more_of(self.me, self.vote.record):
                     self.vote.is_mute = True
-                    self._ask(RecordIsOld())
+                    self._ask(vote_on.RecordIsOld())
                 for evidence in self.vote.heard.evidence.values():
-                    self._ask(Accuse(evidence))
-            case Judged(value, None):
+                    self._ask(vote_on.Accuse(evidence))
+            case vote_on.Judged(value, None):
                 self.vote.verdicts.pop(value, None)
-                self.vote.asked.discard(Stage(value))
-            case Judged(value, Verdict() as verdict):
+                self.vote.asked.discard(vote_on.Stage(value))
+            case vote_on.Judged(value, vote_on.Verdict() as verdict):
                 self.vote.verdicts[value] = verdict
-            case Built(value):
+            case vote_on.Built(value):
                 self.vote.own_value = value
-            case DeadlinePassed(ballot, step):
+            case vote_on.DeadlinePassed(ballot, step):
                 self._pass_deadline(ballot, step)
-            case Allowed(is_allowed):
+            case vote_on.Allowed(is_allowed):
                 self.vote.is_allowed = is_allowed and self.me in self.electorate.order
-                self.vote.asked = {action for action in self.vote.asked if not isinstance(action, StartDeadline)}
-            case NotPersisted(record):
+                self.vote.asked = {
+                    action for action in self.vote.asked if not isinstance(action, vote_on.StartDeadline)
+                }
+            case vote_on.NotPersisted(record):
                 self._take_back(record)
 
-    def _pass_deadline(self, ballot: int, step: Step) -> None:
+    def _pass_deadline(self, ballot: int, step: vote_on.Step) -> None:
         """Lines 57 to 67."""
         if ballot != self.vote.ballot or self.vote.decided is not None or not self._votes():
             return
-        if step is Step.PRECOMMIT:
+        if step is vote_on.Step.PRECOMMIT:
             self.own.start_ballot(ballot + 1)
-        elif step is Step.PREVOTE is self.vote.step:
+        elif step is vote_on.Step.PREVOTE is self.vote.step:
             self.own.precommit(NIL)
-        elif step is Step.PROPOSE is self.vote.step:
+        elif step is vote_on.Step.PROPOSE is self.vote.step:
             self.own.prevote(NIL)
 
     def _take_back(self, record: VoteRecord) -> None:
@@ -214,7 +201,7 @@ class Tendermint:
         if not precommits:
             return False
         vote = precommits[0].value
-        self.vote.decided = Decide(vote.ballot, vote.value, precommits)
+        self.vote.decided = vote_on.Decide(vote.ballot, vote.value, precommits)
         self._out.append(self.vote.decided)
         return True
 
@@ -238,7 +225,7 @@ class Tendermint:
 
     def _rule_propose(self) -> bool:
         """Lines 14 to 19: the valid value with its polka, else our own."""
-        if self.electorate.leader(self.vote.ballot) != self.me or self.vote.step is not Step.PROPOSE:
+        if self.electorate.leader(self.vote.ballot) != self.me or self.vote.step is not vote_on.Step.PROPOSE:
             return False
         if ballot_of(self.vote.record.proposal) == self.vote.ballot:
             return False
@@ -254,7 +241,7 @@ class Tendermint:
     def _rule_prevote(self) -> bool:
         """Lines 22 to 33."""
         signed = self.vote.heard.proposal_at(self.vote.ballot)
-        if signed is None or self.vote.step is not Step.PROPOSE:
+        if signed is None or self.vote.step is not vote_on.Step.PROPOSE:
             return False
         proposal = signed.value
         if not self.vote.record.allows(proposal):
@@ -265,14 +252,14 @@ class Tendermint:
             return False
         all_have_led = self.vote.ballot >= len(self.electorate.order)
         is_free = proposal.polka is None and proposal.value != self.vote.record.locked_value and not all_have_led
-        is_refused = verdict is Verdict.REFUSED or (is_free and verdict is Verdict.INCOMPLETE)
+        is_refused = verdict is vote_on.Verdict.REFUSED or (is_free and verdict is vote_on.Verdict.INCOMPLETE)
         self.own.prevote(NIL if is_refused else proposal.value)
         return True
 
     def _rule_precommit(self) -> bool:
         """Lines 36 to 41: a polka in this ballot, and its value is on disk. Lines 44 to 46: a quorum for nil."""
         ballot, polka = self.vote.ballot, self.vote.heard.polka
-        if self.vote.step is not Step.PREVOTE:
+        if self.vote.step is not vote_on.Step.PREVOTE:
             return False
         if polka is not None and polka.ballot == ballot and self._has(polka.value):
             self.own.lock(polka)
@@ -286,13 +273,13 @@ class Tendermint:
     def _rule_ask(self) -> bool:
         """Deadlines (lines 21, 34 and 47), and what is to be brought here."""
         asked = len(self.vote.asked)
-        self._ask(StartDeadline(self.vote.ballot, Step.PROPOSE))
-        if self.vote.heard.passed(self.vote.ballot, Step.PREVOTE) and self.vote.step is Step.PREVOTE:
-            self._ask(StartDeadline(self.vote.ballot, Step.PREVOTE))
-        if self.vote.heard.passed(self.vote.ballot, Step.PRECOMMIT):
-            self._ask(StartDeadline(self.vote.ballot, Step.PRECOMMIT))
+        self._ask(vote_on.StartDeadline(self.vote.ballot, vote_on.Step.PROPOSE))
+        if self.vote.heard.passed(self.vote.ballot, vote_on.Step.PREVOTE) and self.vote.step is vote_on.Step.PREVOTE:
+            self._ask(vote_on.StartDeadline(self.vote.ballot, vote_on.Step.PREVOTE))
+        if self.vote.heard.passed(self.vote.ballot, vote_on.Step.PRECOMMIT):
+            self._ask(vote_on.StartDeadline(self.vote.ballot, vote_on.Step.PRECOMMIT))
         for value in self.wanted():
-            self._ask(Stage(value))
+            self._ask(vote_on.Stage(value))
         return len(self.vote.asked) > asked
 
     # ---------------------------------------------------------------- helpers
@@ -309,9 +296,9 @@ class Tendermint:
 
     def _has(self, value: Hash) -> bool:
         """valid(v): it follows from its parent, and all of it is on our disk."""
-        return self.vote.verdicts.get(value) in (Verdict.FIT, Verdict.INCOMPLETE)
+        return self.vote.verdicts.get(value) in (vote_on.Verdict.FIT, vote_on.Verdict.INCOMPLETE)
 
-    def _ask(self, action: Action) -> None:
+    def _ask(self, action: vote_on.Action) -> None:
         """Once."""
         if action not in self.vote.asked:
             self.vote.asked.add(action)

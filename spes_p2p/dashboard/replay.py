@@ -12,20 +12,7 @@ from pathlib import Path
 from spes_p2p.dashboard.history import SLOT_SECONDS, History, Load
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import short
-from spes_p2p.observe.events import (
-    Columns,
-    Error,
-    Eval,
-    Event,
-    ExpertLoad,
-    Note,
-    Pause,
-    Peer,
-    Round,
-    Step,
-    Tasks,
-    Warning,
-)
+from spes_p2p.observe import events as on
 from spes_p2p.observe.metrics import Ema
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
 from spes_p2p.observe.text import line
@@ -34,7 +21,7 @@ from spes_p2p.swarm.vitals import PHASES
 
 def replay(paths: Sequence[Path], history: History) -> None:
     """Writes the events of these files into `history`. Raises ConfigError if one is missing or holds no events."""
-    events: list[tuple[float, str, Event]] = []
+    events: list[tuple[float, str, on.Event]] = []
     for name, path in zip(_names(paths), map(_file, paths)):
         found = EventReader(path).read()
         if not found:
@@ -69,25 +56,25 @@ class _Fold:
         self._name, self._history = name, history
         self._loss, self._speed = Ema(), Ema(0.3)
         self._losses: list[float] = []
-        self._loads: list[ExpertLoad] = []
+        self._loads: list[on.ExpertLoad] = []
         self._step = self._round = self._trained = self._round_trained = self._sent = self._received = 0
         self._first = self._last = self._slot = 0.0
 
-    def apply(self, time: float, event: Event) -> None:
+    def apply(self, time: float, event: on.Event) -> None:
         self._first, self._last = self._first or time, time
         match event:
-            case Step():
+            case on.Step():
                 self._apply_step(time, event)
-            case Round():
+            case on.Round():
                 self._apply_round(time, event)
-            case ExpertLoad():
+            case on.ExpertLoad():
                 self._loads.append(event)
-            case Eval():
+            case on.Eval():
                 self._history.add_held_out(round=event.round, at=time, loss=event.loss, peer=self._name)
-            case Peer():
+            case on.Peer():
                 self._note(time, event.change, f"{short(event.who)} {event.change} (round {event.round})")
-            case Columns() | Pause() | Tasks() | Note() | Warning() | Error():
-                kind = "experts" if isinstance(event, Columns) else event.event
+            case on.Columns() | on.Pause() | on.Tasks() | on.Note() | on.Warning() | on.Error():
+                kind = "experts" if isinstance(event, on.Columns) else event.event
                 self._note(time, kind, f"{self._name}: {line(event)}")
 
     def end(self) -> None:
@@ -105,7 +92,7 @@ class _Fold:
     def _note(self, time: float, kind: str, message: str) -> None:
         self._history.add_event(time, kind, self._name, message)
 
-    def _apply_step(self, time: float, event: Step) -> None:
+    def _apply_step(self, time: float, event: on.Step) -> None:
         self._losses.append(event.loss)
         self._step, self._trained = event.step, self._trained + event.tokens
         self._round_trained += event.tokens
@@ -118,7 +105,7 @@ class _Fold:
                 received=self._received, tokens=total,
             )  # fmt: skip
 
-    def _apply_round(self, time: float, event: Round) -> None:
+    def _apply_round(self, time: float, event: on.Round) -> None:
         self._round, self._step = event.round, event.step
         self._sent += event.bytes_sent + event.data_bytes_sent
         self._received += event.bytes_received + event.data_bytes_received
@@ -137,7 +124,7 @@ class _Fold:
             loss=sum(losses) / len(losses) if losses else None, tokens=trained,
         )  # fmt: skip
 
-    def _add_round(self, time: float, event: Round) -> None:
+    def _add_round(self, time: float, event: on.Round) -> None:
         before = self._history.rows("SELECT MAX(tokens) FROM rounds WHERE round < ?", (event.round,))[0][0] or 0
         self._history.add_round(
             round=event.round, name=event.model_hash, at=time, kind=event.commit, step=event.step,

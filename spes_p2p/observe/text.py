@@ -9,20 +9,7 @@ import sys
 from pathlib import Path
 
 from spes_p2p.ids import short
-from spes_p2p.observe.events import (
-    Columns,
-    Error,
-    Eval,
-    Event,
-    ExpertLoad,
-    Note,
-    Pause,
-    Peer,
-    Round,
-    Step,
-    Tasks,
-    Warning,
-)
+from spes_p2p.observe import events as on
 from spes_p2p.observe.metrics import bytes_texts, count_text, seconds_text, span_text
 
 NAME = "spes-p2p"
@@ -43,47 +30,47 @@ def _called_as() -> str:
     return sys.argv[0] if is_program and shutil.which(NAME) is None else NAME
 
 
-def line(event: Event) -> str:
+def line(event: on.Event) -> str:
     """One line of text for one event, with commands as they can be typed here."""
     return to_type(_line(event))
 
 
-def _line(event: Event) -> str:
+def _line(event: on.Event) -> str:
     match event:
-        case Step():
+        case on.Step():
             return (
                 f"step {event.step}  loss {event.loss:.4f}  {count_text(event.tokens_per_second)} tokens/s  "
                 f"lr {event.lr:.2e}  grad norm {event.grad_norm:.2f}"
             )
-        case Round():
+        case on.Round():
             return _round_line(event)
-        case ExpertLoad():
+        case on.ExpertLoad():
             return _load_line(event)
-        case Peer():
+        case on.Peer():
             proof = f"; the proof is {event.proof}" if event.proof else ""
             return f"peer {short(event.who)} {event.change} (round {event.round}){proof}"
-        case Columns():
+        case on.Columns():
             own = f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
             if not event.fresh:
                 return f"{own}, with the optimizer moments of their former owners"
             which = "" if event.fresh == event.adopted else f" for {span_text(event.fresh)}"
             return f"{own}, with fresh optimizer moments{which}"
-        case Pause():
+        case on.Pause():
             return f"paused: {event.why}" if event.paused else "training resumes"
-        case Eval():
+        case on.Eval():
             return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
-        case Tasks():
+        case on.Tasks():
             scores = ", ".join(f"{name} {value:.4f}" for name, value in event.scores.items())
             return f"tasks at step {event.step} (round {event.round}): {scores}"
-        case Note():
+        case on.Note():
             return event.message
-        case Warning():
+        case on.Warning():
             return f"warning: {event.message}"
-        case Error():
+        case on.Error():
             return f"error: {event.message}" + (f" / fix: {event.fix}" if event.fix else "")
 
 
-def _round_line(event: Round) -> str:
+def _round_line(event: on.Round) -> str:
     training = event.seconds.get("train", 0.0)
     synced = f"synced in {seconds_text(sum(event.seconds.values()) - training)}"
     without = " (without this peer)" if event.own_tokens == 0 and event.roster_size else ""
@@ -109,7 +96,7 @@ def _round_line(event: Round) -> str:
     return ", ".join(parts)
 
 
-def _load_line(event: ExpertLoad) -> str:
+def _load_line(event: on.ExpertLoad) -> str:
     text = (
         f"experts got {min(event.mean, default=0):.2f} to {max(event.mean, default=0):.2f} of an even share of tokens, "
         f"within a layer {min(event.lowest, default=0):.2f} to {max(event.highest, default=0):.2f}"
@@ -118,17 +105,17 @@ def _load_line(event: ExpertLoad) -> str:
     return f"{text}; nothing went to {span_text(dead)}" if dead else text
 
 
-def scalars(event: Event) -> tuple[int, dict[str, float]]:
+def scalars(event: on.Event) -> tuple[int, dict[str, float]]:
     """(global step, name to number) of what a dashboard plots; no numbers for events that are only text."""
     match event:
-        case Step():
+        case on.Step():
             return event.step, {
                 "train/loss": event.loss,
                 "train/lr": event.lr,
                 "train/grad_norm": event.grad_norm,
                 "speed/tokens_per_second": event.tokens_per_second,
             }
-        case Round():
+        case on.Round():
             return event.step, {
                 "round/number": event.round,
                 "round/roster_size": event.roster_size,
@@ -141,16 +128,16 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
                 "round/deadline_seconds": event.deadline_seconds,
                 **{f"seconds/{phase}": seconds for phase, seconds in event.seconds.items()},
             }
-        case ExpertLoad():
+        case on.ExpertLoad():
             return event.step, {
                 "experts/highest_load": max(event.mean, default=0.0),
                 "experts/lowest_load": min(event.mean, default=0.0),
                 "experts/highest_load_in_a_layer": max(event.highest, default=0.0),
                 "experts/lowest_load_in_a_layer": min(event.lowest, default=0.0),
             }
-        case Eval():
+        case on.Eval():
             return event.step, {"eval/loss": event.loss}
-        case Tasks():
+        case on.Tasks():
             return event.step, {f"tasks/{name}": value for name, value in event.scores.items()}
         case _:
             return 0, {}

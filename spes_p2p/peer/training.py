@@ -25,30 +25,11 @@ from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.surroundings import Applied
+from spes_p2p.train import stages
 from spes_p2p.train.commits import news_of
 from spes_p2p.train.loop import RoundWork, run_inner_steps
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.routing import LoadMeter
-from spes_p2p.train.stages import (
-    Action,
-    Begin,
-    CloseTurn,
-    GoAhead,
-    GoOver,
-    Load,
-    Restored,
-    RoundEnded,
-    Say,
-    SayReady,
-    Stage,
-    StandAside,
-    StartAhead,
-    StepMade,
-    TakeSnapshot,
-    TrainingRules,
-    Uncounted,
-    UseLease,
-)
 from spes_p2p.train.step import ShouldDrop
 from spes_p2p.train.trainer import StepResult
 from spes_p2p.train.values import TrainedValues
@@ -122,7 +103,7 @@ class StepLimits:
 
 
 class Save(Protocol):
-    def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
+    def __call__(self, manifest: Manifest, version: Version, uncounted: stages.Uncounted, final: bool = False) -> None:
         """`final`: nothing comes after it, so it is not one to leave out."""
         ...
 
@@ -181,14 +162,16 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- life
 
-    def begin(self, start: Manifest, restored: Restored | None = None, carried: BlockSource | None = None) -> None:
+    def begin(
+        self, start: Manifest, restored: stages.Restored | None = None, carried: BlockSource | None = None
+    ) -> None:
         """To be called before `run`: takes up the state of `start`.
 
         `restored`: trainer and loader already stand where a checkpoint of `start` left them. `carried`: else, values
         to begin with where they are not just those of `start`; not kept.
         """
-        for action in self.machine.handle(Begin(start, self.connection.is_member(), restored)):
-            if isinstance(action, Load) and carried is not None:
+        for action in self.machine.handle(stages.Begin(start, self.connection.is_member(), restored)):
+            if isinstance(action, stages.Load) and carried is not None:
                 self._adopt(action, carried)
             else:
                 self._do(action)
@@ -196,14 +179,14 @@ class TrainingLoop:
     def run(self) -> None:
         """Trains until this peer is asked to stop or the last round is committed."""
         while not self.gate.stopping and not self.limits.is_over():
-            if self.machine.stage is Stage.TRAINING:
+            if self.machine.stage is stages.Stage.TRAINING:
                 self._train()
-            if self.machine.stage in (Stage.HANDED_IN, Stage.AHEAD):
+            if self.machine.stage in (stages.Stage.HANDED_IN, stages.Stage.AHEAD):
                 self._run_ahead()
             news = self.gate.wait(time.monotonic() + PATIENCE_SECONDS)
             if news.applied:
                 self.take(news.applied)
-            elif self.machine.stage is Stage.OUTSIDE:
+            elif self.machine.stage is stages.Stage.OUTSIDE:
                 self._explain_waiting()
 
     def _explain_waiting(self) -> None:
@@ -246,7 +229,7 @@ class TrainingLoop:
 
     def hand_in(self) -> None:
         """Snapshots the trained values and says READY, once a round."""
-        self.do(self.machine.handle(RoundEnded()))
+        self.do(self.machine.handle(stages.RoundEnded()))
 
     def train_one_step(self, until: float) -> None:
         """Makes one more step if, without it, columns would not be handed out and there is time until `until`."""
@@ -266,8 +249,8 @@ class TrainingLoop:
         is_last = turn is None or (self.limits.end is not None and turn.manifest.round + 1 >= self.limits.end)
         if is_last or self.gate.stopping or self._pause.active:
             return
-        self.do(machine.handle(GoAhead()))
-        if machine.stage is Stage.AHEAD:
+        self.do(machine.handle(stages.GoAhead()))
+        if machine.stage is stages.Stage.AHEAD:
             work = self._run_steps(
                 machine.steps_left, self.limits.has_news, self.limits.must_end
             )  # nobody waits for it
@@ -283,7 +266,7 @@ class TrainingLoop:
 
     def _on_step(self, result: StepResult, own_steps: int) -> None:
         now, machine = time.monotonic(), self.machine
-        machine.handle(StepMade(result.tokens, self.config.optimizer.batch_sequences, result.skipped))
+        machine.handle(stages.StepMade(result.tokens, self.config.optimizer.batch_sequences, result.skipped))
         speed = result.tokens / max(result.seconds, 1e-9)
         self.moments.step_seconds = result.seconds
         self._load.add(result)
@@ -292,7 +275,9 @@ class TrainingLoop:
         progress.tokens += result.tokens
         if own_steps % self.config.output.log_every_steps == 0:
             self.emit(Step(result.step, result.loss, result.tokens, speed, result.lr, result.grad_norm))
-        if now - self._reported > REPORT_SECONDS and machine.stage is Stage.TRAINING:  # else READY is what counts
+        if (
+            now - self._reported > REPORT_SECONDS and machine.stage is stages.Stage.TRAINING
+        ):  # else READY is what counts
             self._reported = now
             self._report(now - self._began)
 
@@ -308,40 +293,40 @@ class TrainingLoop:
         news = news_of(self.machine, events, self.connection.disk.chain, self.connection.is_member())
         self.do(self.machine.handle(news), events)
 
-    def do(self, actions: list[Action], events: tuple[Applied, ...] = ()) -> None:
+    def do(self, actions: list[stages.Action], events: tuple[Applied, ...] = ()) -> None:
         """Carries out what the machine said, after these commits."""
         for action in actions:
-            if isinstance(action, CloseTurn):
+            if isinstance(action, stages.CloseTurn):
                 self.dump_round(events[0])
                 self.moments.offer(action.turn.manifest, action.newest)
             else:
                 self._do(action)
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: stages.Action) -> None:
         match action:
-            case TakeSnapshot(turn):
+            case stages.TakeSnapshot(turn):
                 self.values.snapshot(turn)
-            case SayReady(turn):
+            case stages.SayReady(turn):
                 if (load := self._load.take(turn.manifest.round + 1)) is not None:  # before the round can be over
                     self.emit(load)
                 self.gate.report(
                     self.machine.report(ready=True, seconds=self._seconds, step_seconds=0.0), turn.tip_hash
                 )
-            case StartAhead():
+            case stages.StartAhead():
                 self.trainer.run_ahead()
-            case UseLease(place):
+            case stages.UseLease(place):
                 if isinstance(self._loader, LeasedLoader):
                     self._loader.use(place.ranges, place.consumed)
-            case Load():
+            case stages.Load():
                 self._adopt(action)
-            case StandAside(newest):
+            case stages.StandAside(newest):
                 self.trainer.wake()  # before what it would load is gone
                 self.values.end()
                 self.gate.use(newest.round)
-            case Say(text):
+            case stages.Say(text):
                 self.emit(Warning(text))
 
-    def _adopt(self, load: Load, carried: BlockSource | None = None) -> None:
+    def _adopt(self, load: stages.Load, carried: BlockSource | None = None) -> None:
         """Starts a round."""
         turn, manifest = load.turn, load.turn.manifest
         is_due = not self._pause.active and self._evaluator.is_due(manifest, self._has_committed_model())
@@ -373,10 +358,12 @@ class TrainingLoop:
         if not self._is_ahead and is_due:
             self._evaluator.evaluate(manifest)
 
-    def _is_idle(self, load: Load) -> bool:
+    def _is_idle(self, load: stages.Load) -> bool:
         """Whether this peer is paused, others have its columns, and it has no work that a round has yet to count."""
         rebase = load.rebase
-        has_work = self.machine.work.tokens > 0 or isinstance(rebase, GoOver) or (rebase is not None and rebase.ahead)
+        has_work = (
+            self.machine.work.tokens > 0 or isinstance(rebase, stages.GoOver) or (rebase is not None and rebase.ahead)
+        )
         return self._pause.active and not (load.turn.owned or self.trainer.owned or has_work)
 
     def _has_committed_model(self) -> bool:
@@ -395,9 +382,9 @@ class TrainingLoop:
             self.emit(Warning(f"round {manifest.round} was not dumped: {error}"))
 
 
-def _rules_of(connection: Connection, learning: TrainingSetup) -> TrainingRules:
+def _rules_of(connection: Connection, learning: TrainingSetup) -> stages.TrainingRules:
     config = learning.config
-    return TrainingRules(
+    return stages.TrainingRules(
         connection.peer_id,
         config.optimizer.batch_sequences,
         config.data.sequence_length,

@@ -158,7 +158,12 @@ class Chain:
         self.newest_received: tuple[Commit, float] | None = None
         """The last commit, and when it came here (see `received_at`)."""
         self._members = frozenset[PeerId]()
-        self._ledger = _ledger_on_disk(self._files, self.length)
+        # the one that is kept, where it is of these commits, with what those after it count
+        found, first, kept = EMPTY, 0, self._files.kept_ledger()
+        is_known = kept is not None and 0 <= kept.round < self.length
+        if kept is not None and is_known and manifest_hash(self._files.parsed(kept.round).manifest) == kept.head:
+            found, first = kept.ledger, kept.round + 1
+        self._ledger = _counting(found, (self._files.parsed(round) for round in range(first, self.length)))
         self._end_with(self.length)
 
     @property
@@ -287,15 +292,6 @@ class Chain:
         if head == manifest_hash(self.commit(round).manifest):
             return True
         return any(self.commit(at).manifest.parent == head for at in range(round, 0, -1))
-
-
-def _ledger_on_disk(files: CommitFiles, length: int) -> Ledger:
-    """The one that is kept, where it is of these commits, with what those after it count."""
-    found, first, kept = EMPTY, 0, files.kept_ledger()
-    is_known = kept is not None and 0 <= kept.round < length
-    if kept is not None and is_known and manifest_hash(files.parsed(kept.round).manifest) == kept.head:
-        found, first = kept.ledger, kept.round + 1
-    return _counting(found, (files.parsed(round) for round in range(first, length)))
 
 
 def _counting(ledger: Ledger, commits: Iterable[Commit]) -> Ledger:

@@ -9,27 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.errors import RemoteProtocolError, StateError
+from spes_p2p.exchange import requests
 from spes_p2p.exchange.moments import MomentStore
-from spes_p2p.exchange.requests import (
-    MAX_CHAIN_BYTES,
-    MAX_COMMITS_AT_ONCE,
-    MAX_JOINED_BYTES,
-    CatalogueRequest,
-    ChainPart,
-    ChainRequest,
-    DataRequest,
-    HashesRequest,
-    MomentsRequest,
-    MomentsTaken,
-    PiecesRequest,
-    Request,
-    RunRequest,
-    SourcesRequest,
-    TilesRequest,
-    ValuesRequest,
-    WiresRequest,
-    WitnessRequest,
-)
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
@@ -49,68 +30,68 @@ class Serving:
     inputs: Callable[[Hash, int, int], Blob | None]
     """(parent, first tile, count) to own contributed values, or None."""
     moments: MomentStore | None = None
-    data: Callable[[DataRequest], Blob] | None = None
+    data: Callable[[requests.DataRequest], Blob] | None = None
     """Answers what is asked of the run's data; None where there is none here."""
-    witness: Callable[[WitnessRequest], Blob] | None = None
+    witness: Callable[[requests.WitnessRequest], Blob] | None = None
     """Signs what the chain has; None before a run has begun."""
 
-    def answer(self, request: Request) -> Blob:
+    def answer(self, request: requests.Request) -> Blob:
         """The bytes asked for. Raises RemoteProtocolError where we do not have them."""
         match request:
-            case RunRequest():
+            case requests.RunRequest():
                 return Blob(pack(self.info))
-            case ChainRequest():
+            case requests.ChainRequest():
                 return self._commits(request.first, request.count)
-            case ValuesRequest():
+            case requests.ValuesRequest():
                 return self._values(request)
-            case TilesRequest():
+            case requests.TilesRequest():
                 return self._tiles(request.hashes)
-            case HashesRequest():
+            case requests.HashesRequest():
                 return self._hashes(request.root, request.round)
-            case WiresRequest():
+            case requests.WiresRequest():
                 return self._wires(request.round)
-            case MomentsRequest():
+            case requests.MomentsRequest():
                 found = self.moments.serve(request.head, request.first_tile, request.count) if self.moments else None
                 if found is None:
                     raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
                 return Blob(found[1], pack(found[0]))
-            case MomentsTaken():
+            case requests.MomentsTaken():
                 if self.moments is not None:
                     self.moments.note_taken(request.head, request.column)
                 return Blob(b"")
-            case CatalogueRequest() | SourcesRequest() | PiecesRequest():
+            case requests.CatalogueRequest() | requests.SourcesRequest() | requests.PiecesRequest():
                 if self.data is None:
                     raise RemoteProtocolError("this peer has no data of the run")
                 return self.data(request)
-            case WitnessRequest():
+            case requests.WitnessRequest():
                 if self.witness is None:
                     raise RemoteProtocolError("nothing has been counted yet")
                 return self.witness(request)
 
-    def _values(self, request: ValuesRequest) -> Blob:
+    def _values(self, request: requests.ValuesRequest) -> Blob:
         found = self.inputs(request.parent, request.first_tile, request.count)
         if found is None:
             raise RemoteProtocolError(f"no values of our own on top of {short(request.parent)}")
         return found
 
     def _commits(self, first: int, count: int) -> Blob:
-        count = min(max(count, 0), MAX_COMMITS_AT_ONCE)
+        count = min(max(count, 0), requests.MAX_COMMITS_AT_ONCE)
         try:
-            return Blob(pack(ChainPart(self.chain.part(max(first, 0), count, MAX_CHAIN_BYTES))))
+            return Blob(pack(requests.ChainPart(self.chain.part(max(first, 0), count, requests.MAX_CHAIN_BYTES))))
         except StateError as error:
             raise RemoteProtocolError(str(error)) from error
 
     def _tiles(self, hashes: tuple[Hash, ...]) -> Blob:
         if self.store is None:
             raise RemoteProtocolError("this peer keeps no state")
-        found: list[memoryview] = []
+        found, most = list[memoryview](), requests.MAX_JOINED_BYTES
         for tile_hash in hashes:
             data = self.store.find(tile_hash)
             if data is None:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
-            if len(found) > 1 and sum(len(part) for part in found) > MAX_JOINED_BYTES:
-                raise RemoteProtocolError(f"more than {MAX_JOINED_BYTES} bytes of tiles were requested at once")
+            if len(found) > 1 and sum(len(part) for part in found) > most:
+                raise RemoteProtocolError(f"more than {most} bytes of tiles were requested at once")
         return Blob(found[0] if len(found) == 1 else b"".join(found))
 
     def _wires(self, round: int) -> Blob:

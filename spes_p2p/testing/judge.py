@@ -20,7 +20,7 @@ from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, Precommit, Prevote, Proposal, Signed
 from spes_p2p.consensus.rules import RunRules, idle_members, neglected_columns
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
-from spes_p2p.data.leases import Range, Ranges, joined
+from spes_p2p.data.leases import Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.testing.sim_state import Disk, State, Trained, check_fake, next_state, root_of, split, trained_positions
@@ -289,7 +289,9 @@ class Judge:
 
     def _check_data(self, parent: Known, child: Manifest) -> Ranges:
         """Used, held and returned positions are a partition of what lies below the cursor."""
-        now_used = [span for entry in child.roster for span in _used_by(parent.manifest, entry.peer, entry.sequences)]
+        now_used = [
+            span for entry in child.roster for span in trained_positions(parent.manifest, entry.peer, entry.sequences)
+        ]
         used = joined(sorted([*parent.used, *now_used]))
         leases = child.leases
         spans = sorted([*used, *leases.returned, *(span for _, held in leases.held for span in held)])
@@ -341,10 +343,6 @@ def _check_servers(parent: Manifest, child: Manifest) -> None:
 def voters(manifest: Manifest) -> dict[PeerId, int]:
     """The electors that a manifest names, with their incarnations."""
     return {member.peer: member.incarnation for member in electors(manifest.members)}
-
-
-def _used_by(parent: Manifest, peer: PeerId, sequences: int) -> tuple[Range, ...]:
-    return trained_positions(parent, peer, sequences)
 
 
 def _describe(certificate: Certificate) -> str:

@@ -30,27 +30,9 @@ from spes_p2p.sync.driver import build_driver, open_disk
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role, WorkJudge
+from spes_p2p.train import stages
 from spes_p2p.train.commits import news_of
 from spes_p2p.train.machine import TrainerMachine
-from spes_p2p.train.stages import (
-    Action,
-    Begin,
-    Depart,
-    GoAhead,
-    GoOver,
-    Leave,
-    Load,
-    RoundEnded,
-    Say,
-    SayReady,
-    Stage,
-    StandAside,
-    StartAhead,
-    StepMade,
-    TakeSnapshot,
-    TrainingRules,
-    Turn,
-)
 from spes_p2p.train.values import TrainedValues
 
 if TYPE_CHECKING:
@@ -118,7 +100,7 @@ class Pretended:
 
     name: PeerId
     work: PretendWork
-    turn: Turn
+    turn: stages.Turn
     started: dict[int, Values]
     steps: int = 0
     steps_ahead: int = 0
@@ -187,7 +169,7 @@ class PretendPeer:
         await self.driver.start()
         self.joined = True
         swarm.watch(self, place.tip.manifest)
-        self._do(self.machine.handle(Begin(place.tip.manifest, self.driver.core.state.is_member())))
+        self._do(self.machine.handle(stages.Begin(place.tip.manifest, self.driver.core.state.is_member())))
 
     @property
     def round(self) -> int:
@@ -225,30 +207,30 @@ class PretendPeer:
 
     # ---- what the trainer's machine says ----
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[stages.Action]) -> None:
         for action in actions:
             match action:
-                case TakeSnapshot(turn):
+                case stages.TakeSnapshot(turn):
                     self._snapshot(turn)
-                case SayReady():
+                case stages.SayReady():
                     trained = self.swarm.clock.now() - self._started
                     self.driver.progressed(self.machine.report(True, trained, self.work.step_seconds))
-                case StartAhead():
+                case stages.StartAhead():
                     if self.work.learner is not None:
                         self.work.learner.run_ahead()
                     self._training = asyncio.get_running_loop().create_task(self._train())
-                case Load():
+                case stages.Load():
                     self._begin(action)
-                case Say(text):
+                case stages.Say(text):
                     self.notice(Notice("own", text))
-                case StandAside() | Depart():
+                case stages.StandAside() | stages.Depart():
                     self.values.end()
                     self._gone.set()
 
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: stages.Load) -> None:
         """Trains on top of a manifest."""
         turn = load.turn
-        if isinstance(load.rebase, GoOver):
+        if isinstance(load.rebase, stages.GoOver):
             self.went_over = {block: self._now(block) - start for block, start in self._present.started.items()}
         carried = None if load.rebase is None else self.values.rebased(turn.manifest, load.rebase, is_read_late=True)
         masters = self.values.begin(turn)
@@ -278,7 +260,7 @@ class PretendPeer:
             await asyncio.sleep(self.work.step_seconds)
             self._step(data)
             told = self.swarm.clock.now()
-            if self.machine.stage is Stage.TRAINING and told - self._told >= self.swarm.run.heartbeat_seconds:
+            if self.machine.stage is stages.Stage.TRAINING and told - self._told >= self.swarm.run.heartbeat_seconds:
                 self._told = told
                 self.driver.progressed(self.machine.report(False, told - self._started, self.work.step_seconds))
         self._training = None
@@ -288,24 +270,24 @@ class PretendPeer:
         now = self._present
         if self.work.learner is not None:
             self.work.learner.train(data)
-        if self.machine.stage is Stage.AHEAD:
+        if self.machine.stage is stages.Stage.AHEAD:
             now.steps_ahead += 1
         else:
             now.steps += 1
         sequences = self.swarm.config.optimizer.batch_sequences
-        self.machine.handle(StepMade(sequences * self.swarm.config.data.sequence_length, sequences))
+        self.machine.handle(stages.StepMade(sequences * self.swarm.config.data.sequence_length, sequences))
 
     def _hand_in(self) -> None:
         """Snapshots what was trained and says READY; once a round."""
-        if self.machine.stage is not Stage.TRAINING:
+        if self.machine.stage is not stages.Stage.TRAINING:
             return
         if self._training is not None:
             self._training.cancel()
-        self._do(self.machine.handle(RoundEnded()))
+        self._do(self.machine.handle(stages.RoundEnded()))
         if not self.intent.leaving:
-            self._do(self.machine.handle(GoAhead()))
+            self._do(self.machine.handle(stages.GoAhead()))
 
-    def _snapshot(self, turn: Turn) -> None:
+    def _snapshot(self, turn: stages.Turn) -> None:
         round = turn.manifest.round
         values = {block: self.work.alter(round, block, self._present.trained(block)) for block in turn.blocks}
         self.handed_in[round] = HandedIn(turn.manifest, self._present.started, values)
@@ -336,8 +318,8 @@ class PretendPeer:
         if self.machine.needs_a_step and (data := self.machine.next_positions()) is not None:
             self._step(data)
         self._hand_in()
-        if self.machine.stage in (Stage.HANDED_IN, Stage.AHEAD):
-            self.machine.handle(Leave())
+        if self.machine.stage in (stages.Stage.HANDED_IN, stages.Stage.AHEAD):
+            self.machine.handle(stages.Leave())
 
     async def leave(self) -> None:
         """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed.
@@ -374,9 +356,9 @@ class PretendPeer:
             self.store.close()
 
 
-def _rules_of(name: PeerId, run: Run) -> TrainingRules:
+def _rules_of(name: PeerId, run: Run) -> stages.TrainingRules:
     config, rules = run.config, run.rules
-    return TrainingRules(
+    return stages.TrainingRules(
         name,
         config.optimizer.batch_sequences,
         config.data.sequence_length,

@@ -134,7 +134,8 @@ class StepTable:
         after = self.keep(local)
         silent = what[0] == "receive" and not taken.acted and not core.fired
         quiet = silent and not _says_more(self.things[what[1]])
-        plain = silent and self._is_plain(before, local)
+        # whether nothing has changed but when somebody was heard last
+        plain = silent and self.snapshots.name(before, timeless=True) == self.snapshots.name(local, timeless=True)
         return Step(after, tuple(sends), tuple(taken.crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
 
     def _id_of_commit(self, commit: Commit) -> int:
@@ -143,10 +144,6 @@ class StepTable:
         self.judge_commits((one,))
         certificate = commit.certificate
         return self._commits.setdefault((certificate.manifest, certificate.kind, certificate.heard), one)
-
-    def _is_plain(self, before: Local, after: Local) -> bool:
-        """Whether nothing has changed but when somebody was heard last."""
-        return self.snapshots.name(before, timeless=True) == self.snapshots.name(after, timeless=True)
 
     def dead(self, at: int) -> int:
         """What is left of a peer that dies now."""

@@ -13,6 +13,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.exchange import requests
 from spes_p2p.exchange.requests import (
     ChainPart,
     ChainRequest,
@@ -31,7 +32,6 @@ from spes_p2p.exchange.requests import (
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync import donor
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo
@@ -97,7 +97,7 @@ def test_tiles_by_hash(tmp_path: Path) -> None:
 def test_tiles_of_one_answer_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(tmp_path)
     hashes = served.store.version(0).tile_hashes
-    monkeypatch.setattr(donor, "MAX_JOINED_BYTES", 4 * MADE.layout.tiles[0].size)
+    monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 4 * MADE.layout.tiles[0].size)
     assert served.data(TilesRequest(hashes[:1]))
     with pytest.raises(RemoteProtocolError, match="at once"):
         served.data(TilesRequest(hashes[:2]))
