@@ -33,6 +33,7 @@ from spes_p2p.swarm.records import (
     peers_key,
 )
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
 EVERY_SECONDS = 5.0
@@ -64,7 +65,10 @@ class Announced(Protocol):
 
 
 class Announcer:
-    """Publishes and learns at intervals, on the network's loop. `failed` hears of what is no matter of the network."""
+    """Publishes and learns at intervals, on the network's loop.
+
+    `failed` hears of what is no matter of the network: a node that nobody finds any more must not go on in silence.
+    """
 
     def __init__(
         self,
@@ -79,9 +83,8 @@ class Announcer:
         self._transport = network.transport
         self._directory = network.directory
         self._wall_clock = wall_clock
-        self._failed = failed
+        self._tasks = Tasks(failed)
         self._met: dict[PeerId, None] = {}
-        self._task: asyncio.Task[None] | None = None
         self.known: dict[PeerId, PeerRecord] = {}
 
     async def start(self) -> None:
@@ -93,12 +96,10 @@ class Announcer:
         with contextlib.suppress(NetworkError):
             await self.announce()
         await self.learn()
-        self._task = asyncio.get_running_loop().create_task(self._for_ever())
+        self._tasks.spawn(self._for_ever())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._tasks.stop()
 
     async def announce(self) -> None:
         """Publishes all records, each where there is room for it. Raises NetworkError when nobody takes one of them."""
@@ -146,22 +147,19 @@ class Announcer:
         return asyncio.get_running_loop().time()
 
     async def _for_ever(self) -> None:
-        try:
-            told, next_turn = self._node.newest(), self._now() + EVERY_SECONDS
-            while True:
-                await asyncio.sleep(LOOK_SECONDS)
-                newest, turn = self._node.newest(), self._now() >= next_turn
-                if turn or newest != told:
-                    with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
-                        await self.announce()
-                    told = newest
-                if turn:
-                    next_turn = self._now() + EVERY_SECONDS
-                    await self._directory.acquaint({self._info.organiser, *self._met, *self._node.acquaintances()})
-                    with contextlib.suppress(NetworkError):
-                        await self.learn()
-        except Exception as error:  # noqa: BLE001 (a node that nobody finds any more must not go on in silence)
-            self._failed(error)
+        told, next_turn = self._node.newest(), self._now() + EVERY_SECONDS
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            newest, turn = self._node.newest(), self._now() >= next_turn
+            if turn or newest != told:
+                with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
+                    await self.announce()
+                told = newest
+            if turn:
+                next_turn = self._now() + EVERY_SECONDS
+                await self._directory.acquaint({self._info.organiser, *self._met, *self._node.acquaintances()})
+                with contextlib.suppress(NetworkError):
+                    await self.learn()
 
 
 def head_record(commit: Commit, seen_at_seconds: int) -> HeadRecord:

@@ -27,6 +27,7 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Directory
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack, unpack
 
 WORDS_FILE = "words"
@@ -120,16 +121,8 @@ def roll(
     """  # fmt: skip
     last = Roll(info.fingerprint, 0) if known.roll is None else known.roll.value
     more = {*vouched, *banned, *forgotten}
-    return Words(
-        roll=sealer.seal(
-            Roll(
-                info.fingerprint,
-                last.number + 1,
-                tuple(sorted({*last.vouched} - more | {*vouched})),
-                tuple(sorted({*last.banned} - more | {*banned})),
-            )
-        )
-    )
+    may_vote, out = sorted({*last.vouched} - more | {*vouched}), sorted({*last.banned} - more | {*banned})
+    return Words(roll=sealer.seal(Roll(info.fingerprint, last.number + 1, tuple(may_vote), tuple(out))))
 
 
 def choice(info: RunInfo, parent: Hash, child: Hash, at_seconds: int, sealer: Sealer) -> Words:
@@ -199,19 +192,17 @@ class OrganiserWatch:
         path: Path,
     ) -> None:
         self._info, self._directory, self._check = info, directory, check
-        self._told, self._failed, self._path = told, failed, path
-        self._task: asyncio.Task[None] | None = None
+        self._told, self._path = told, path
+        self._tasks = Tasks(failed)
         self.known = load_orders(path, info, check)
         if self.known != Words():
             told(self.known)
 
     async def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._for_ever())
+        self._tasks.spawn(self._for_ever())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._tasks.stop()
 
     async def look(self) -> None:
         """Once; what the network refuses is tried again with the next look."""
@@ -231,9 +222,6 @@ class OrganiserWatch:
         self._told(self.known)
 
     async def _for_ever(self) -> None:
-        try:
-            while True:
-                await self.look()
-                await asyncio.sleep(LOOK_SECONDS)
-        except Exception as error:  # noqa: BLE001 (nobody waits for this task)
-            self._failed(error)
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)

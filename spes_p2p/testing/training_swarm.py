@@ -16,13 +16,13 @@ from typing import ClassVar, cast
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.manifest import Decay, Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.leases import Ranges, count
 from spes_p2p.data.loader import Batch, LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, OwnStart, run_layout
-from spes_p2p.state.basis import Basis, Coordinates
+from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
@@ -60,23 +60,18 @@ class TrainerOf:
         self._loader = None if own_data_of is None else LocalLoader(dataset, config, own_data_of)
         layout = run_layout(config, model)
         if model is None:
-            self._trainer = Trainer(config, layout, device)
+            self.trainer = Trainer(config, layout, device)
         else:
-            self._trainer = own_trainer(model, config, layout, device)
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """The columns trained here."""
-        return self._trainer.owned
+            self.trainer = own_trainer(model, config, layout, device)
 
     def begin(self, owned: tuple[int, ...], values: BlockSource, step: int, round_steps: int = 0) -> None:
-        self._trainer.adopt(owned, values, step, round_steps=round_steps)
+        self.trainer.adopt(owned, values, step, round_steps=round_steps)
 
     def run_ahead(self) -> None:
-        self._trainer.run_ahead()
+        self.trainer.run_ahead()
 
     def train(self, positions: Ranges) -> None:
-        self._trainer.train_step(self.batch(positions))
+        self.trainer.train_step(self.batch(positions))
 
     def batch(self, positions: Ranges) -> Batch:
         """What one inner step trains on."""
@@ -84,33 +79,12 @@ class TrainerOf:
         return loader.next_batch(count(positions) if self._loader is None else self._config.optimizer.batch_sequences)
 
     def values(self, block: int) -> Values:
-        return self._trainer.contribution(block)
-
-    def use_bases(self, bases: Mapping[int, Basis], left_out: bool) -> None:
-        """See `Trainer.use_bases`."""
-        self._trainer.use_bases(bases, left_out)
-
-    def use_decay(self, decay: Decay | None) -> None:
-        """See `Trainer.use_decay`."""
-        self._trainer.use_decay(decay)
-
-    def coordinates(self) -> Mapping[int, Coordinates]:
-        """See `Trainer.coordinates`."""
-        return self._trainer.coordinates()
-
-    @property
-    def held(self) -> Held:
-        """What the trainer's tensors take."""
-        return self._trainer.held
+        return self.trainer.contribution(block)
 
     def held_out_loss(self, committed: BlockSource, sequences: int, step: int = 0) -> float:
         """Mean cross entropy of a committed state over held-out sequences, nats a token; `begin` must follow."""
-        self._trainer.adopt(self.owned, committed, step)
-        return self._trainer.evaluate(held_out_batches(self._dataset, self._config, sequences))
-
-    def close(self) -> None:
-        """Ends the trainer."""
-        self._trainer.close()
+        self.trainer.adopt(self.trainer.owned, committed, step)
+        return self.trainer.evaluate(held_out_batches(self._dataset, self._config, sequences))
 
 
 def held_out_loss(
@@ -152,15 +126,15 @@ class TrainingPeer(PretendPeer):
         if self.name == min(self.swarm.peers):
             self._measure(load.turn.manifest)
         super()._begin(load)
-        self.learner.use_decay(load.turn.manifest.decay)
-        self.learner.use_bases(self.disk.bases.now, load.left_out)
+        self.learner.trainer.use_decay(load.turn.manifest.decay)
+        self.learner.trainer.use_bases(self.disk.bases.now, load.left_out)
 
     def _snapshot(self, turn: Turn) -> None:
         """Without keeping what was handed in for ever."""
         self.values.snapshot(turn)
 
     def _coordinates(self) -> Mapping[int, Coordinates]:
-        return self.learner.coordinates()
+        return self.learner.trainer.coordinates()
 
     def _measure(self, manifest: Manifest) -> None:
         """The held-out loss of the committed model, where it is time for it."""
@@ -250,10 +224,10 @@ def train(
         await swarm.until_round(first.points[-1].round)  # what they still fetch from each other was sent, too
         points = (*first.points[:-1], replace(first.points[-1], bytes_sent=swarm.bytes_sent()))
         learners = [peer.learner for peer in cast("list[TrainingPeer]", list(swarm.peers.values()))]
-        held = max((learner.held for learner in learners), key=lambda held: held.training)
+        held = max((learner.trainer.held for learner in learners), key=lambda held: held.training)
         await swarm.stop()
         for learner in (*learners, swarm.evaluator):
-            learner.close()
+            learner.trainer.close()
         return Training(points, held)
 
     return run_virtual(play(), 1e9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import check_certificate
@@ -108,11 +109,8 @@ class Renewer:
             self._said.clear()
             return
         round = driver.core.state.round
-        if (
-            round.adopting
-            or round.following
-            or monitor.has_newer_history(now, lambda peer: self._is_hollow(driver, peer))
-        ):
+        is_hollow = partial(self._is_hollow, driver)
+        if round.adopting or round.following or monitor.has_newer_history(now, is_hollow):
             return
         root, is_lost = self._state_to_go_on_from(monitor, waiting)
         if monitor.silent_seconds(now) > monitor.wait_seconds(is_lost) / 2:  # at first they may be fetching the state

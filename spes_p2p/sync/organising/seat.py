@@ -120,16 +120,12 @@ class Seat:
     async def _begin(self) -> Driver:
         place = await self._place()
         role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
-        disk = open_disk(place, self._run, self._folder, self._files.data)
+        disk = open_disk(place, self._run, self._files.folder, self._files.data)
         disk.keeps_states = self.duty is not Duty.CERTIFICATES
         driver = build_driver(self._run, self._node, place.tip, disk, role, self)
         driver.hide_status(self.duty is Duty.CERTIFICATES)
         await driver.start()
         return driver
-
-    @property
-    def _folder(self) -> Path:
-        return self._files.folder
 
     async def _place(self) -> JoinedRun:
         store, chain = self._files.store, self._files.chain
@@ -139,7 +135,7 @@ class Seat:
         if self.duty is Duty.ARCHIVE and not self._is_checked:
             await self._tasks.in_thread(lambda: drop_damaged(store, chain, self._node.say))
             self._is_checked = True
-        joining = Joining(self._run, self._node, self._folder)
+        joining = Joining(self._run, self._node, self._files.folder)
         return await joining.settle(store, chain, self._votes, self._sources)
 
     def obey(self, words: Words) -> None:

@@ -243,8 +243,8 @@ def run_trial(config: Config, folder: Path, dataset: Dataset, attack: Attack | N
         trial = await _watched(swarm, cast(TrainingPeer, swarm.peers[names[0]]), given.rounds)
         await swarm.stop()
         for peer in cast("list[TrainingPeer]", list(swarm.peers.values())):
-            peer.learner.close()
-        swarm.evaluator.close()
+            peer.learner.trainer.close()
+        swarm.evaluator.trainer.close()
         return trial
 
     begin = time.process_time()
