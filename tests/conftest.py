@@ -43,8 +43,12 @@ LONGEST = (
     "tests/cli/test_processes.py",
     "tests/swarm/",
     "tests/cli/test_join.py",
+    "tests/test_api.py",
+    "tests/train/test_zero",
     "tests/sync/test_kill_in_memory.py",
     "tests/sync/",
+    "tests/testing/",
+    "tests/experts/test_compiled_kernels.py",
 )
 """What takes minutes begins first, so that no worker is left alone with it at the end."""
 
