@@ -40,10 +40,10 @@ MICRO = (
     "sync.steps_per_round=8",
     "sync.merge_interval=16",
     "sync.tile_values=1024",
-    "sync.slice_tiles=4",
+    "sync.slice_tiles=6",
     "swarm.heartbeat_seconds=0.3",
 )
-"""On top of `tiny`: few steps, of some milliseconds, 73 tiles in 23 slices and more, a merge in every second round."""
+"""On top of `tiny`: few steps, of some milliseconds, 73 tiles in 13 slices and more, a merge in every second round."""
 LOCAL = ("eval.sequences=16",)
 """What each peer chooses: an evaluation that makes nobody late for the round."""
 GONE_SECONDS = 15.0

@@ -41,8 +41,8 @@ TWO_OWNERS = (
     "swarm.min_peers=4",
     "swarm.experts_per_peer=4",
     "swarm.target_replicas=2",
-    "sync.steps_per_round=10",
-    "sync.merge_interval=20",
+    "sync.steps_per_round=6",
+    "sync.merge_interval=12",
 )
 LEAVE_SECONDS = 30.0
 """A peer takes up to 8 to leave, and as long again to end where the machine has much else to do."""
@@ -95,7 +95,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
             ranks = ["--local-ranks", "2"] if name == "p3" else []
             swarm.peer(name, tokens, [*dumping(folder, name), *ranks, *LOCAL])
         address = address_of_a_peer(swarm)
-        swarm.wait_for_round(4, FIRST, 180.0)
+        swarm.wait_for_round(3, FIRST, 180.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in FIRST}
         told.receipt = swarm.ask("receipt", "--output", str(swarm.processes["p0"].folder))
 
