@@ -20,10 +20,11 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -238,16 +239,28 @@ class Version:
         return tile_hash in self._by_hash
 
     def is_sound(self, tile_id: int) -> bool:
-        """Whether a state tile on disk hashes to what it should. True as well when the version was dropped meanwhile.
+        """Whether a state tile on disk hashes to what it should; also True where the version was dropped."""
+        return not self.unsound((tile_id,))
 
-        Reads the file: where the disk cannot, a map would end the process with SIGBUS.
+    def unsound(self, tile_ids: Iterable[int]) -> list[int]:
+        """Which of these state tiles on disk do not hash to what they should: none where the version was dropped.
+
+        Reads the files: where the disk cannot, a map would end the process with SIGBUS.
         """
+        found: list[int] = []
+        for block, some in groupby(tile_ids, key=lambda tile_id: self.layout.tiles[tile_id].block):
+            ids = list(some)
+            try:
+                with self._opened(block, os.O_RDONLY) as descriptor:
+                    found += [] if descriptor is None else [at for at in ids if not self._is_sound_in(descriptor, at)]
+            except OSError:
+                found += ids
+        return found
+
+    def _is_sound_in(self, descriptor: int, tile_id: int) -> bool:
         tile = self.layout.tiles[tile_id]
         try:
-            with self._opened(tile.block, os.O_RDONLY) as descriptor:
-                if descriptor is None:
-                    return True
-                data = os.pread(descriptor, tile.size * VALUE_BYTES, tile.start * VALUE_BYTES)
+            data = os.pread(descriptor, tile.size * VALUE_BYTES, tile.start * VALUE_BYTES)
         except OSError:
             return False
         return hash_tile(data) == self.tile_hashes[tile_id]

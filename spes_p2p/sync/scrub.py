@@ -95,7 +95,7 @@ class Scrubber:
         """One turn: checks some tiles, and mends what is known to be damaged."""
         self._turns += 1
         chosen = self._some(version)
-        found = await self._in_thread(lambda: [at for at in chosen if not version.is_sound(at)])
+        found = await self._in_thread(lambda: version.unsound(chosen))
         damaged = {*found, *tuple(version.damaged), *self._inherited(version)}
         is_new = any(self._left.get(at) != (version.tile_hashes[at], version.round) for at in damaged)
         if is_new or (damaged and self._turns % ASK_EVERY == 0):

@@ -52,6 +52,22 @@ def test_an_envelope_with_good_signatures_comes_out_as_it_was() -> None:
     assert EnvelopeChecker(KEYS).open(A, pack(envelope)) == envelope
 
 
+def test_what_came_before_to_the_byte_is_not_read_again_and_only_from_the_same_peer() -> None:
+    keys, small, large = CountingKeys(), Envelope(A, (status(1),)), Envelope(A, tuple(map(status, range(99))))
+    checker = EnvelopeChecker(keys)
+    assert checker.open(A, pack(small)) is checker.open(A, pack(small))
+    with pytest.raises(RemoteProtocolError, match="sent an envelope of"):
+        checker.open(B, pack(small))
+    assert checker.open(A, pack(large)) is not checker.open(A, pack(large))
+    first = checker.open(A, pack(small))
+    for sequence in range(2, 400):
+        checker.open(A, pack(Envelope(A, (status(sequence),))))
+    again = checker.open(A, pack(small))
+    assert again == first
+    assert again is not first
+    assert keys.verified == 400
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -103,11 +119,12 @@ def test_what_is_remembered_is_exactly_what_was_verified() -> None:
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.sync.sealing._REMEMBERED", 10)
+    monkeypatch.setattr("spes_p2p.sync.sealing._REMEMBERED_ENVELOPES", 5)
     keys = CountingKeys()
     checker = EnvelopeChecker(keys)
     for sequence in range(25):
         checker.open(A, pack(Envelope(A, (status(sequence),))))
-    assert len(checker._good) == 10
+    assert (len(checker._good), len(checker._opened)) == (10, 5)
     checker.open(A, pack(Envelope(A, (status(0),))))
     assert keys.verified == 26
 
