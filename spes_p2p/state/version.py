@@ -35,7 +35,7 @@ from spes_p2p.errors import LocalProtocolError, StateError, StorageFull, TileDam
 from spes_p2p.files import link_or_copy, reserve, storing, write_at, write_into
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, split_hashes
-from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 
 HASHES_FILE = "hashes.bin"
 WIRE_FOLDER = "wire"
@@ -248,22 +248,16 @@ class Version:
         Reads the files: where the disk cannot, a map would end the process with SIGBUS.
         """
         found: list[int] = []
-        for block, some in groupby(tile_ids, key=lambda tile_id: self.layout.tiles[tile_id].block):
-            ids = list(some)
+        tiles = [self.layout.tiles[tile_id] for tile_id in tile_ids]
+        for block, some in groupby(tiles, key=lambda tile: tile.block):
+            here = list(some)
             try:
                 with self._opened(block, os.O_RDONLY) as descriptor:
-                    found += [] if descriptor is None else [at for at in ids if not self._is_sound_in(descriptor, at)]
+                    if descriptor is not None:
+                        found += [one.id for one in here if _hash_in(descriptor, one) != self.tile_hashes[one.id]]
             except OSError:
-                found += ids
+                found += [one.id for one in here]
         return found
-
-    def _is_sound_in(self, descriptor: int, tile_id: int) -> bool:
-        tile = self.layout.tiles[tile_id]
-        try:
-            data = os.pread(descriptor, tile.size * VALUE_BYTES, tile.start * VALUE_BYTES)
-        except OSError:
-            return False
-        return hash_tile(data) == self.tile_hashes[tile_id]
 
     def damaged_tiles(self) -> Iterator[int]:
         """Ids of the state tiles whose bytes no longer hash to what they should; reads everything."""
@@ -341,6 +335,14 @@ class Version:
         if index not in self._maps:
             self._maps[index] = map_block(self.folder / block_file(index), self.layout.blocks[index].size)
         return self._maps[index]
+
+
+def _hash_in(descriptor: int, tile: Tile) -> Hash | None:
+    """Of a tile's bytes in the file of its block; None where the disk cannot read them."""
+    try:
+        return hash_tile(os.pread(descriptor, tile.size * VALUE_BYTES, tile.start * VALUE_BYTES))
+    except OSError:
+        return None
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
