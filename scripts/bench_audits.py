@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """What audits of who trained find, how often honest peers would fail, and what it costs.
 
-    python scripts/bench_audits.py                       # five peers, 30 rounds of 8 steps, some minutes
+    python scripts/bench_audits.py                       # ten peers, 30 rounds of 8 steps, some ten minutes
     python scripts/bench_audits.py --dtype bfloat16 --threads 4
     python scripts/bench_audits.py --replay              # counted alone: what it would cost to make steps again
 
-Five peers really train a small model, each on its own part of the text, and the mean of each round is the next state.
+Ten peers really train a small model, each on its own part of the text, and the mean of each round is the next state.
 In some rounds each of them is audited by all others as in a run: an eighth of the shared tiles, `MemoryJudge`. So are
-lies made of the same change. The peers that are audited train with the data type and threads given; auditors are as
-ever. Then 10,000 audits are drawn: a round and an honest peer, nine auditors of it (its own, with replacement), of whom
-two lie and say that it failed; an outcome is as in a manifest. So audits of one contribution stay as alike as they are.
+lies made of the changes of some, by four each. The peers that are audited train with the data type and threads given;
+auditors are as ever. Then 10,000 audits are drawn: a round and an honest peer, and of its nine auditors seven and what
+they found, beside two who lie and say that it failed; an outcome is as in a manifest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SMALL = (
     "model.d_model=64", "model.num_layers=2", "model.num_heads=2", "model.expert_ffn=64", "data.sequence_length=64",
     "optimizer.lr=0.004", "sync.tile_values=1024", "sync.merge_alpha=0", "swarm.experts_per_peer=4",
 )  # fmt: skip
-PEERS, COLUMNS = 5, 4
+PEERS, COLUMNS, AUDITORS_OF_LIES = 10, 4, 4
 DRAWN, LYING = 10_000, 2
 REPLAYED_BYTES, MOST_SHARE = 12, 0.03
 
@@ -72,7 +72,7 @@ class Done:
 
 
 class Peers:
-    """Five trainers, and one more for lies that must be trained."""
+    """A trainer each, and one more for lies that must be trained."""
 
     def __init__(self, config: Config, dataset: Dataset, arguments: argparse.Namespace) -> None:
         self.config, self.dataset, self._arguments = config, dataset, arguments
@@ -124,7 +124,7 @@ def lies_of(peers: Peers, done: Done, peer: int) -> Mapping[str, Values]:
     flipped = peers.trained(PEERS, peer, done.leases[peer], flips_labels=True)[0]
     peers.base = now
     return {
-        "honest": honest, "claimed-work": base, "copy": done.values[(peer + 1) % PEERS][0],
+        "claimed-work": base, "copy": done.values[(peer + 1) % PEERS][0],
         "sign-flip": 2 * base - honest, "noise": base + noise, "noise, ten times": base + 10 * noise,
         "label-flip": flipped,
     }  # fmt: skip
@@ -149,7 +149,7 @@ def failed_outcomes(groups: Sequence[Sequence[str]], rng: random.Random) -> Coun
     quorum = Electorate(tuple(PeerId(str(at)) for at in range(MOST_AUDITORS)), Faults.BYZANTINE).quorum
     outcomes: Counter[str] = Counter()
     for _ in range(DRAWN):
-        said = rng.choices(rng.choice(groups), k=MOST_AUDITORS - LYING) + [FAILED] * LYING
+        said = rng.sample(rng.choice(groups), MOST_AUDITORS - LYING) + [FAILED] * LYING
         outcomes[next((kind for kind in (FAILED, PASSED) if said.count(kind) >= quorum), "no outcome")] += 1
     return outcomes
 
@@ -185,10 +185,12 @@ def main() -> None:
             begin = time.process_time()
             done = peers.round()
             trained_seconds += time.process_time() - begin
-            for peer in range(arguments.audited) if round in arguments.rounds else ():
-                for kind, handed_in in lies_of(peers, done, peer).items():
+            for peer in range(PEERS) if round in arguments.rounds else ():
+                lies = lies_of(peers, done, peer) if peer < arguments.lying else {}
+                for kind, handed_in in {"honest": done.values[peer][0], **lies}.items():
                     begin = time.process_time()
-                    others = (auditor for auditor in range(PEERS) if auditor != peer)
+                    others = [auditor for auditor in range(PEERS) if auditor != peer]
+                    others = others if kind == "honest" else others[:AUDITORS_OF_LIES]
                     said = [audited(judge, peers, done, peer, auditor, handed_in) for auditor in others]
                     audited_seconds += time.process_time() - begin
                     found[kind, round, peer] = said
@@ -225,7 +227,7 @@ def _config(arguments: argparse.Namespace, folder: Path) -> Config:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, nargs="+", default=[6, 10, 15, 20, 25, 30], help="those that are audited")
-    parser.add_argument("--audited", type=int, default=PEERS, help="peers that are audited in each of them")
+    parser.add_argument("--lying", type=int, default=5, help="peers of whose changes lies are made in each of them")
     parser.add_argument("--steps", type=int, default=8, help="in a round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of who is audited")
