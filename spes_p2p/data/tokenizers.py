@@ -50,19 +50,16 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str:
         """SHA-256 in hex over all that decides the ids."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Largest id + 1, added tokens included."""
-        ...
 
     @property
     def eos_id(self) -> int: ...
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, no special token added. Raises ValueError where a text is no valid Unicode."""
-        ...
 
 
 class ByteTokenizer:

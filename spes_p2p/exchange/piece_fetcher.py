@@ -67,11 +67,9 @@ class Web(Protocol):
     @property
     def trouble(self) -> str:
         """Why none gave anything at the last time; "" where one did."""
-        ...
 
     async def pieces(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
         """What they give of these, checked. Raises NetworkError where they give none."""
-        ...
 
 
 class WrongData(RemoteProtocolError):

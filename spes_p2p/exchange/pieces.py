@@ -34,11 +34,9 @@ class PieceSource(Protocol):
     @property
     def held(self) -> int:
         """How many are here."""
-        ...
 
     def find(self, piece: int) -> bytes | None:
         """A piece and its proof, joined and checked; None where it is not here."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -28,30 +28,24 @@ class Backend(Protocol):
 
     def sort(self, slot_TK: Tensor, num_experts: int) -> Order:
         """See dispatch.sort_by_slot."""
-        ...
 
     def gather(self, x_TD: Tensor, order: Order, end_1: Tensor) -> Tensor:
         """x_ND: the token of each row before `end_1`, of Order.end_1; rows from there on may hold anything."""
-        ...
 
     def combine(self, y_ND: Tensor, order: Order) -> Tensor:
         """y_TD: for each token the sum of its rows."""
-        ...
 
     def rows(self, x_NK: Tensor, w_EKM: Tensor, ends_E: Tensor) -> Tensor:
         """y_NM with y[n] = x[n] @ w[group of n]; every row belongs to a group. `w_EKM` may be a transposed view."""
-        ...
 
     def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor:
         """w_GMK with w[g] = sum over the rows n of group g of outer(x[n], y[n]); zeros for a group without rows.
 
         Rows from the last end on are not read.
         """
-        ...
 
     def add_outer(self, w_GMK: Tensor, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> None:
         """Adds `outer` to `w_GMK`, fp32."""
-        ...
 
 
 class TorchDispatch(ABC):

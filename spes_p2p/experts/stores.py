@@ -32,26 +32,21 @@ class Store(Protocol):
 
     def matrices(self, part: Part, masters: Tensor | None) -> Tensor:
         """[E, out, in] in the compute dtype, to be read, until another layer is asked."""
-        ...
 
     def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of one expert's matrix; of an owned one, the master has them, too."""
-        ...
 
     def read(self, part: Part, slot: int) -> Tensor:
         """A foreign expert's matrix [out, in] in the compute dtype, to be read."""
-        ...
 
     def refresh(self, part: Part, masters: nn.Parameter) -> None:
         """The masters have changed; where half of their bits lie here, their memory is no longer needed."""
-        ...
 
     def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
         """Slot s becomes what slot `old_slots[s]` was; the first `num_owned` are owned from now on.
 
         `masters` are those before, whose values go into the store where their experts become foreign.
         """
-        ...
 
 
 @dataclass

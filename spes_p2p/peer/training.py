@@ -105,7 +105,6 @@ class StepLimits:
 class Save(Protocol):
     def __call__(self, manifest: Manifest, version: Version, uncounted: stages.Uncounted, final: bool = False) -> None:
         """`final`: nothing comes after it, so it is not one to leave out."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ class BlockSource(Protocol):
 
     def block(self, index: int) -> Values:
         """The flat fp32 values of a block, shape [block size]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ class Verifier(Protocol):
 
     def verify(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
         """True when `public_key` hashes to `peer` and `signature` over `data` was made with it; never raises."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,9 @@ class Handler(Protocol):
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """Answers one small message. May raise RemoteProtocolError to refuse."""
-        ...
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Finds the bytes that `request` names. May raise RemoteProtocolError to refuse."""
-        ...
 
 
 def anybody(peer: PeerId) -> bool:
@@ -102,19 +99,15 @@ class Transport(Protocol):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Our own multiaddresses, with /p2p/ id, as others should dial them."""
-        ...
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remembers where a peer may be dialled."""
-        ...
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         """Answers requests through `handler` from now on. Non-members share fewer streams and wait longer."""
-        ...
 
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         """The handler's answer. The request may arrive although this raises, and may arrive twice."""
-        ...
 
     async def fetch(
         self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
@@ -127,16 +120,13 @@ class Transport(Protocol):
         and a checksum; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger
         than `max_bytes` is refused (RemoteProtocolError) before it is read.
         """
-        ...
 
     async def check_refused(self, peer: PeerId) -> bool:
         """True when a fresh TCP dial to the peer is refused by its host: the process is gone. Any doubt is False."""
-        ...
 
     @property
     def traffic(self) -> Traffic:
         """What went over all calls and streams so far, and how fast this peer's uplink is."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -150,14 +140,12 @@ class Directory(Protocol):
         Raises NetworkError when no other peer took it although there are others, and LocalProtocolError when it is too
         large for `key`, nothing is kept there (records.bounds_of), or it lives too long (envelope.MAX_TTL_SECONDS).
         """
-        ...
 
     async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
         """All valid records under `key`: badly signed, expired or oversized ones are dropped and counted.
 
         Raises PeerSilent when the answer takes longer than `timeout_seconds`.
         """
-        ...
 
     async def acquaint(self, peers: Collection[PeerId]) -> None:
         """Adds those of `peers` that can be reached to the directory unless they are in it; never raises.
@@ -165,12 +153,10 @@ class Directory(Protocol):
         A directory falls apart when the nodes that held it together are restarted: they know nobody, and peers that
         could not reach them no longer ask them.
         """
-        ...
 
     @property
     def dropped(self) -> int:
         """Records that were refused so far."""
-        ...
 
 
 class Network(Protocol):

@@ -106,15 +106,12 @@ class ByteStream(Protocol):
 
     async def read(self, max_bytes: int) -> bytes:
         """The next 1 to `max_bytes` bytes; b"" at the end, which may also mean that the stream was cut."""
-        ...
 
     async def read_into(self, room: memoryview) -> int:
         """The same, into `room`: how many bytes of it are filled now, 0 at the end. Not touched after that."""
-        ...
 
     async def write(self, data: bytes | memoryview) -> None:
         """Takes `data`; returns once more may follow (at most a few chunks are in flight)."""
-        ...
 
     def close(self) -> None: ...
 

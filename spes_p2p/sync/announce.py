@@ -49,19 +49,15 @@ class Announced(Protocol):
 
     def describe(self) -> PeerRecord:
         """Its own record."""
-        ...
 
     def newest(self) -> tuple[Commit, float] | None:
         """Its newest commit with the time when it came (Unix seconds)."""
-        ...
 
     def acquaintances(self) -> Iterable[PeerId]:
         """Peers that it knows of apart from the DHT."""
-        ...
 
     def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
         """Is told of all nodes of the run that the DHT knows, whenever it was read."""
-        ...
 
 
 class Announcer:

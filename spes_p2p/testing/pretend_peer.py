@@ -48,19 +48,15 @@ class Learner(Protocol):
 
     def begin(self, owned: tuple[int, ...], values: BlockSource, step: int, round_steps: int = 0) -> None:
         """A round on top of global step `step`, of which `values` have `round_steps` already."""
-        ...
 
     def run_ahead(self) -> None:
         """Steps from now on are those of the next round (`sync.overlap`)."""
-        ...
 
     def train(self, positions: Ranges) -> None:
         """One inner step on these sequences."""
-        ...
 
     def values(self, block: int) -> Values:
         """Present values of block 0 or of an owned column."""
-        ...
 
 
 def _as_trained(round: int, block: int, values: Values) -> Values:

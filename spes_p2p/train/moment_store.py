@@ -56,19 +56,15 @@ class Kind(Protocol):
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError where this kind does not run on the device."""
-        ...
 
     def fresh(self, values: Tensor, matrices: int = 0) -> Stored:
         """Moments of `values`, which hold so many matrices (see Piece), before the first step."""
-        ...
 
     def stored(self, moments: Stored, matrices: int = 0) -> Stored:
         """Moments of any kind in this one; the same tensors where they are of this kind already."""
-        ...
 
     def update(self, pieces: list[Piece], steps: int, lr: float) -> None:
         """One AdamW step in place, the `steps + 1`-th that these moments see."""
-        ...
 
 
 def is_packed(moments: Stored) -> bool:
