@@ -37,8 +37,7 @@ from spes_p2p.locks import Scratch
 from spes_p2p.peer.devices import choose_device
 from spes_p2p.testing.comparison.arms import ARMS, BENCHMARKS, REFERENCE, Benchmark, Setting, check_arms
 from spes_p2p.testing.comparison.outcomes import Job, Outcome, Results
-from spes_p2p.testing.comparison.page import Comparison, in_a_line, page, with_what_is_kept
-from spes_p2p.testing.comparison.plots import plot
+from spes_p2p.testing.comparison.page import Comparison, in_a_line, page, plot, with_what_is_kept
 
 CORPUS_BYTES = 8 * 2**20
 OVERRIDE = re.compile(r"[a-z_0-9]+\.[a-z_0-9]+=.*", re.DOTALL)

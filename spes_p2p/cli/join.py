@@ -129,6 +129,7 @@ def join(
     from spes_p2p.config.fingerprint import split_overrides
     from spes_p2p.limits import use_cores
     from spes_p2p.peer.contacts import first_addresses
+    from spes_p2p.peer.folder import make_folder
     from spes_p2p.peer.options import (
         NetworkOptions,
         PeerOptions,
@@ -182,9 +183,14 @@ def join(
     if config is not None:
         config_path(config)
     first_addresses(options)
-    from spes_p2p.peer.early import check_start  # loads a part of hivemind
+    # what keeps a peer from starting here, as far as it can be known before PyTorch is loaded; it is checked again
+    from spes_p2p.swarm.hivemind_backend.daemon import check_ports  # loads a part of hivemind
+    from spes_p2p.swarm.hivemind_backend.identity import check_free
 
-    check_start(options)
+    make_folder(output)
+    check_free(identity_path or output / "identity.key")
+    if not client_mode:
+        check_ports(network.host_maddrs)
     if cores is not None:
         use_cores(cores)
     if nice:

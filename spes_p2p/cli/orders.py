@@ -101,7 +101,7 @@ def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
     Example: spes-p2p run vouch QmAbc... --folder bootstrap-node
     """
     from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.vouching import change_vouches
+    from spes_p2p.peer.wishes import change_vouches
     from spes_p2p.swarm.hivemind_backend.identity import signer_of
     from spes_p2p.swarm.invite import decode
 

@@ -29,8 +29,7 @@ from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
 from spes_p2p.peer.receipts import OwnReceipts
 from spes_p2p.peer.stopping import until_stopped
-from spes_p2p.peer.vouching import vouches_in
-from spes_p2p.peer.wishes import Wishes
+from spes_p2p.peer.wishes import Wishes, vouches_in
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import MonotonicClock

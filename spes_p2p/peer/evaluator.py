@@ -14,7 +14,7 @@ from spes_p2p.data.loader import Batch, held_out_batches
 from spes_p2p.errors import DataNotReady
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Eval, Event, Warning
-from spes_p2p.peer.learning import TrainingSetup
+from spes_p2p.peer.resume import TrainingSetup
 
 WAIT_SECONDS = 10.0
 """Longest wait for held-out data that comes from other peers."""

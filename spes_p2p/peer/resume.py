@@ -10,16 +10,15 @@ from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_latest
 from spes_p2p.checkpoint.save import save_checkpoint
-from spes_p2p.config.schema import SyncConfig
+from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.data.loader import LeasedLoader, LocalLoader
+from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.assign import columns_of
-from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.genesis import RunInfo
@@ -28,6 +27,16 @@ from spes_p2p.sync.surroundings import Disk
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A peer's trainer, and what it learns from. Made once the peer knows its run."""
+
+    config: Config
+    trainer: Trainer
+    loader: LeasedLoader | LocalLoader
+    dataset: AnyDataset
 
 
 @dataclass(eq=False)

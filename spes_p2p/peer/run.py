@@ -35,11 +35,10 @@ from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
-from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, PauseTriggers
-from spes_p2p.peer.resume import Resumed, Saver
+from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
 from spes_p2p.peer.stopping import leaving_on_signals
 from spes_p2p.peer.training import LoopOptions, TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit

@@ -19,8 +19,8 @@ from spes_p2p.observe.events import Event, Note, Step, Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
-from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.pausing import PauseSwitch
+from spes_p2p.peer.resume import TrainingSetup
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.sync.dump import RoundDump

@@ -18,7 +18,7 @@ from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import count
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.testing.judge import Guard
+from spes_p2p.testing.judge import Guard, Witness
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,
     SEQUENCE_TOKENS,
@@ -31,7 +31,6 @@ from spes_p2p.testing.sim_state import (
 )
 from spes_p2p.testing.symbol_driver import SymbolDriver
 from spes_p2p.testing.symbols import Died
-from spes_p2p.testing.witness import Witness
 
 if TYPE_CHECKING:
     from spes_p2p.testing.sim_peer import SimPeer

@@ -20,7 +20,7 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.testing.judge import Guard, Judge, VoteHistory
+from spes_p2p.testing.judge import Guard, Judge, VoteHistory, Witness
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,
     SEQUENCE_TOKENS,
@@ -34,7 +34,6 @@ from spes_p2p.testing.sim_state import (
 )
 from spes_p2p.testing.snapshots import FIRST_SEQUENCE, HEARTBEAT_SECONDS, FixedPace, Snapshots
 from spes_p2p.testing.symbol_driver import SymbolDriver
-from spes_p2p.testing.witness import Witness
 
 TRAIN = "train"
 

@@ -25,7 +25,7 @@ from spes_p2p.consensus.messages import DegradedProposal, Signed, Status
 from spes_p2p.consensus.state import Others, RoundState
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord
-from spes_p2p.testing.witness import Witness
+from spes_p2p.testing.judge import Witness
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 1.0

@@ -13,8 +13,7 @@ from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, PauseTriggers, Schedule
-from spes_p2p.peer.vouching import change_vouches, vouches_in
-from spes_p2p.peer.wishes import Wishes
+from spes_p2p.peer.wishes import Wishes, change_vouches, vouches_in
 
 NIGHT = Schedule.parse("22:00-08:00")
 

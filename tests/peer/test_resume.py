@@ -24,8 +24,7 @@ from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
-from spes_p2p.peer.learning import TrainingSetup
-from spes_p2p.peer.resume import Resumed, Saver
+from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.stages import Uncounted

@@ -28,9 +28,9 @@ from spes_p2p.observe.events import Eval, Event, ExpertLoad, Note, Step, Warning
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
-from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.presence import Progress
+from spes_p2p.peer.resume import TrainingSetup
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, StepLimits, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
