@@ -5,16 +5,14 @@ Legend: B sequences, S positions, D d_model, H query heads, G key-value heads, C
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spes_p2p.config.schema import ModelConfig
 from spes_p2p.model.layers import Linear, RMSNorm, compute_dtype
-
-if TYPE_CHECKING:
-    from spes_p2p.config.schema import ModelConfig
 
 
 class Context(NamedTuple):

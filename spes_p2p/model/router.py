@@ -5,17 +5,15 @@ Legend: T tokens, D d_model, E experts, K chosen experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spes_p2p.config.schema import ModelConfig
 from spes_p2p.experts.shards import whole
 from spes_p2p.model.layers import unloaded
-
-if TYPE_CHECKING:
-    from spes_p2p.config.schema import ModelConfig
 
 
 class Routing(NamedTuple):

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from spes_p2p.config.schema import ModelConfig
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.choice import LayerShape, resolve_backend
@@ -30,9 +31,6 @@ from spes_p2p.model.layers import Linear, RMSNorm, embedded, unloaded
 from spes_p2p.model.losses import LossParts, LossWeights, combine, target_weight
 from spes_p2p.model.output_loss import head_sums
 from spes_p2p.model.router import Router, Routing
-
-if TYPE_CHECKING:
-    from spes_p2p.config.schema import ModelConfig
 
 
 class MoE(nn.Module):
