@@ -64,34 +64,32 @@ def rounds(trainer: Trainer) -> list[float]:
     return numbers
 
 
-def check_that_they_train_like_one_rank(count: int, sharding: str, in_bf16: bool) -> None:
+def check_that_they_train_like_one_rank(ranks: LocalRanks, sharding: str, in_bf16: bool) -> None:
     """A vocabulary and a router that no number of ranks divides, a gradient that is clipped, and what follows."""
     uneven = (*PLAIN, "model.vocab_size=33", "model.num_experts=7", "optimizer.grad_clip=0.5")
     one, config = trainer_in(small_config(*uneven), in_bf16), small_config(*uneven, sharding)
     losses, close = (1e-3, 1e-3) if in_bf16 else (1e-4, 1e-5)  # products in bf16 are of other parts of the batch
-    with ranks_of(count, in_bf16) as ranks:
-        some = trainer_in(config, in_bf16, ranks.ranks)
-        assert rounds(some) == pytest.approx(rounds(one), rel=losses)
-        assert largest_difference(values_of(some), values_of(one)) < close
-        assert some.evaluate([batch_of(9), batch_of(8, 3)]) == pytest.approx(
-            one.evaluate([batch_of(9), batch_of(8, 3)]), rel=losses
-        )
-        assert len(set(some.value_hashes())) == 1
-        assert some.held.gradients == pytest.approx(one.held.gradients / count, rel=0.05)
-        work = Workload.of(config, len(some.owned), ranks=count)
-        planned = predict(work).parts[OPTIMIZER]
-        assert some.held.moments == pytest.approx(planned, rel=0.05)
-        assert planned == pytest.approx(one.held.moments / count, rel=0.01)
-        all_here = Workload.of(one.config, len(some.owned))
-        saved = all_here.shared_bytes - work.shared_bytes + (all_here.masters_bytes - work.masters_bytes) * in_bf16
-        assert one.held.model - some.held.model == pytest.approx(saved, rel=0.05, abs=0)
-        for column in some.owned:  # what a new owner gets is whole
-            given, wanted = some.moments(column), one.moments(column)
-            assert given.steps == wanted.steps
-            assert np.allclose(given.mean, wanted.mean, atol=close)
-        some.take_moments(4, one.moments(4))
-        assert np.array_equal(some.moments(4).square, one.moments(4).square)
-        some.close()
+    some, count = trainer_in(config, in_bf16, ranks.ranks), ranks.ranks.world_size
+    assert rounds(some) == pytest.approx(rounds(one), rel=losses)
+    assert largest_difference(values_of(some), values_of(one)) < close
+    assert some.evaluate([batch_of(9), batch_of(8, 3)]) == pytest.approx(
+        one.evaluate([batch_of(9), batch_of(8, 3)]), rel=losses
+    )
+    assert len(set(some.value_hashes())) == 1
+    assert some.held.gradients == pytest.approx(one.held.gradients / count, rel=0.05)
+    work = Workload.of(config, len(some.owned), ranks=count)
+    planned = predict(work).parts[OPTIMIZER]
+    assert some.held.moments == pytest.approx(planned, rel=0.05)
+    assert planned == pytest.approx(one.held.moments / count, rel=0.01)
+    all_here = Workload.of(one.config, len(some.owned))
+    saved = all_here.shared_bytes - work.shared_bytes + (all_here.masters_bytes - work.masters_bytes) * in_bf16
+    assert one.held.model - some.held.model == pytest.approx(saved, rel=0.05, abs=0)
+    for column in some.owned:  # what a new owner gets is whole
+        given, wanted = some.moments(column), one.moments(column)
+        assert given.steps == wanted.steps
+        assert np.allclose(given.mean, wanted.mean, atol=close)
+    some.take_moments(4, one.moments(4))
+    assert np.array_equal(some.moments(4).square, one.moments(4).square)
 
 
 def check_that_they_resume(ranks: LocalRanks, sharding: str, in_bf16: bool, small: tuple[str, ...]) -> None:

@@ -34,9 +34,15 @@ def test_rows_are_dealt_whole_and_once() -> None:
             assert dealt == list(range(count))
 
 
-@pytest.mark.parametrize(("count", "sharding"), [(2, ZERO2), (4, ZERO2), (2, ZERO3)])
-def test_they_train_like_one_rank_in_a_part_of_its_memory(count: int, sharding: str) -> None:
-    check_that_they_train_like_one_rank(count, sharding, in_bf16=False)
+def test_four_train_like_one_rank_in_a_part_of_its_memory() -> None:
+    """Before `two_ranks` are there: a process has one group at a time."""
+    with ranks_of(4, in_bf16=False) as ranks:
+        check_that_they_train_like_one_rank(ranks, ZERO2, in_bf16=False)
+
+
+@pytest.mark.parametrize("sharding", [ZERO2, ZERO3])
+def test_they_train_like_one_rank_in_a_part_of_its_memory(two_ranks: LocalRanks, sharding: str) -> None:
+    check_that_they_train_like_one_rank(two_ranks, sharding, in_bf16=False)
 
 
 @pytest.mark.parametrize(("sharding", "small"), [(ZERO2, ()), (ZERO2, EIGHT_BIT), (ZERO3, ())])

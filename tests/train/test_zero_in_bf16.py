@@ -29,10 +29,15 @@ def two_ranks() -> Iterator[LocalRanks]:
         yield some
 
 
-@pytest.mark.sampled(1)  # four ranks: tests/train/test_zero.py
-@pytest.mark.parametrize("count", [2, 4])
-def test_they_train_like_one_rank_in_a_part_of_its_memory(count: int) -> None:
-    check_that_they_train_like_one_rank(count, ZERO3, in_bf16=True)
+@pytest.mark.thorough
+def test_four_train_like_one_rank_in_a_part_of_its_memory() -> None:
+    """In fp32 they do in each test run (tests/train/test_zero.py)."""
+    with ranks_of(4, in_bf16=True) as ranks:
+        check_that_they_train_like_one_rank(ranks, ZERO3, in_bf16=True)
+
+
+def test_they_train_like_one_rank_in_a_part_of_its_memory(two_ranks: LocalRanks) -> None:
+    check_that_they_train_like_one_rank(two_ranks, ZERO3, in_bf16=True)
 
 
 @pytest.mark.parametrize("small", [(), EIGHT_BIT])
