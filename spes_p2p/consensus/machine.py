@@ -19,13 +19,13 @@ from typing import ClassVar
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Build, Send
 from spes_p2p.consensus.forks import ForkDecision, Line
-from spes_p2p.consensus.intake import take
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import Commit, Intent, Report, Signed, Status, plan_hash
 from spes_p2p.consensus.parts import PartClasses, Parts
+from spes_p2p.consensus.rules import Outcome
 from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
 from spes_p2p.consensus.table import TICK, Table, situation_of
@@ -36,6 +36,82 @@ from spes_p2p.ids import Hash, PeerId
 
 Observer = Callable[[on.Event, float, list[Action]], None]
 """Is told of an event, its time, and what came of it."""
+
+
+QUIET = (on.BytesMoved, on.StateLost, on.PeersFound, on.UplinkMeasured)
+"""Events from which nothing follows at once."""
+
+
+def take(event: on.Event, parts: Parts, now: float) -> bool:
+    """Gives an event to the part that takes it in; whether the rules should look at what has changed.
+
+    Decides nothing. Raises TypeError for what is no event.
+    """
+    match event:
+        case on.BytesMoved():
+            parts.staging.bytes_moved(now)
+        case on.StateLost(state_roots):
+            parts.staging.state_lost(state_roots)
+        case on.PeersFound(peers):
+            parts.lifecycle.peers_found(peers)
+        case on.UplinkMeasured(bytes_per_second):
+            parts.lifecycle.uplink_measured(bytes_per_second)
+        # how work went that was asked for
+        case on.TrainingProgressed(work):
+            parts.round_plan.trained(work, now)
+        case on.SliceReduced(report):
+            parts.reducing.reduced(report, now)
+        case on.SliceStaged(key, hashes, times_ours):
+            parts.staging.staged(key, hashes, now)
+            parts.audits.staged(key, times_ours)
+        case on.SliceAudited(report, finding):
+            parts.audits.audited(report, finding, now)
+        case on.WorkAudited(entry, finding):
+            parts.work_audits.audited(entry, finding)
+        case on.ColumnsTried(columns, harmful):
+            parts.trials.tried(columns, harmful, now)
+        case on.FetchFailed(key, is_unfit):
+            parts.staging.fetch_failed(key, now, is_unfit)
+        case on.StagingFailed(key):
+            parts.staging.staging_failed(key, now)
+        case on.SlicesLost(keys):
+            parts.staging.unstaged(keys)
+        case on.StateBuilt(build, wire_root, state_root, merge):
+            parts.reducing.built(build, Outcome(build.roster, build.slices, wire_root, state_root, merge), now)
+        case on.StateVerified(manifest):
+            parts.staging.verified(manifest, now)
+        case on.VerifyFailed():
+            parts.staging.verify_failed(now)
+        case on.AdoptFailed():
+            parts.following.adopt_failed()
+        case on.CatchUpFailed(is_ours):
+            parts.following.catch_up_failed(now, is_ours)
+        # where we stand, or what we may and want to do, is another
+        case on.CommitApplied(commit, ledger, placed):
+            parts.contacts.place(placed)
+            parts.following.applied(commit, ledger, now)
+        case on.HistorySwitched(commit, ledger, incarnation, placed):
+            parts.following.switched(commit, ledger, incarnation, now)
+            parts.contacts.place(placed)
+        case on.ForkRejected(tip_hash, look_again):
+            parts.following.fork_rejected(tip_hash, look_again, now)
+        case on.IncarnationBegun(incarnation):
+            parts.lifecycle.begin_incarnation(incarnation)
+        case on.DiskFull(durable):
+            parts.lifecycle.disk_full(durable, now)
+        case on.DiskHasRoom():
+            parts.lifecycle.disk_has_room()
+        case on.HistoryChosen(children):
+            parts.lifecycle.choose(children)
+        case on.DecayOrdered(order):
+            parts.lifecycle.order_decay(order)
+        case on.RollSigned(roll):
+            parts.lifecycle.take_roll(roll)
+        case on.IntentChanged(intent):
+            parts.lifecycle.change_intent(intent)
+        case _:
+            raise TypeError(f"{event!r} is no event")
+    return not isinstance(event, QUIET)
 
 
 class Wanted:
