@@ -141,8 +141,12 @@ class HeardVotes:
 
     def reached(self) -> int:
         """The newest ballot in which an elector that does not lie is surely; -1 without."""
-        ballots = sorted((self._newest(peer)[0] for peer in self.electorate.order), reverse=True)
-        return ballots[self.electorate.believed - 1] if ballots else -1
+        newest: dict[PeerId, int] = {}
+        for heard in (self.precommits, self.prevotes, self.proposals):  # asked often, mostly before anybody votes
+            for peer, signed in heard.items():
+                newest[peer] = max(signed.value.ballot, newest.get(peer, -1))
+        believed = self.electorate.believed
+        return sorted(newest.values(), reverse=True)[believed - 1] if len(newest) >= believed else -1
 
     def _newest(self, peer: PeerId) -> tuple[int, int]:
         """(newest ballot, 2 where it precommitted there, 1 where it prevoted, 0 where it only proposed)."""
