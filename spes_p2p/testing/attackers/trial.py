@@ -33,50 +33,22 @@ from spes_p2p.state.staging import TileData
 from spes_p2p.sync.organiser_words import Words, roll
 from spes_p2p.sync.round_executor import Take
 from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.testing.attackers import contributions, reducers, talkers
 from spes_p2p.testing.attackers.attack import Attack, Liar, Scene
-from spes_p2p.testing.attackers.contributions import (
-    ALittleIsEnough,
-    ClaimedFlip,
-    Copy,
-    Disguised,
-    Idle,
-    InnerProduct,
-    LabelFlip,
-    Noise,
-    NotFinite,
-    SignFlip,
-    SoleFlip,
-    SoleNoise,
-    SoleOwner,
-    Thousandfold,
-)
 from spes_p2p.testing.attackers.leaders import LEADERS, machine_with
-from spes_p2p.testing.attackers.reducers import (
-    AlteredTile,
-    FailsHonest,
-    NamesLost,
-    NoisyTiles,
-    NotFiniteTiles,
-    PassesLiars,
-    QuietTiles,
-    altered,
-)
-from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, IdleKeys, StrangerKeys
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 from spes_p2p.testing.training_swarm import LOOK_SECONDS, Measure, TrainingPeer, TrainingSwarm
 from spes_p2p.testing.virtual_time import run_virtual
 
 ATTACKS: Mapping[str, type[Attack]] = {
     kind.name: kind
-    for kind in (
-        NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Disguised, Idle, ClaimedFlip,
-        Copy, LabelFlip, SoleOwner, SoleFlip, SoleNoise, AlteredTile, NoisyTiles, QuietTiles, NotFiniteTiles, NamesLost,
-        FailsHonest, PassesLiars, StrangerKeys, IdleKeys, EndlessChain, Flood,
-    )
+    for module in (contributions, reducers, talkers)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Attack) and kind is not Attack
 } | {
     name: type(part.__name__, (Attack,), {"__doc__": part.__doc__, "name": name, "part": part})
     for name, part in LEADERS.items()
-}  # fmt: skip
+}
 OFTEN = 12.0
 """Times as often as such short rounds pay for is work audited: one peer in six rounds. Long rounds pay for more."""
 PATIENCE_DEADLINES = 30.0
@@ -99,7 +71,7 @@ class TrialPeer(TrainingPeer):
         write = candidate.write
 
         def written(first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
-            return write(first_tile, altered(attack, candidate, first_tile, tiles, self._rng(first_tile)))
+            return write(first_tile, reducers.altered(attack, candidate, first_tile, tiles, self._rng(first_tile)))
 
         def claimed(work: Work) -> None:
             most = MOST_ROUNDS * self._present.turn.manifest.steps_per_round
