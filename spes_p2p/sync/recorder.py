@@ -224,22 +224,9 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
 
 
 _CLASSES = _classes(
-    vote_events,
-    manifest,
-    messages,
-    content,
-    ledger,
-    electorate,
-    heard_votes,
-    vote,
-    vote_record,
-    actions,
-    rules,
-    state,
-    liveness,
-    membership,
-    leases,
-)
+    vote_events, manifest, messages, content, ledger, electorate, heard_votes, vote, vote_record, actions,
+    rules, state, liveness, membership, leases,
+)  # fmt: skip
 _ENUMS = {kind.__name__: kind for kind in (electorate.Faults, vote_events.Step, vote_events.Verdict)}
 _MESSAGES = {
     name: _CLASSES[name]
