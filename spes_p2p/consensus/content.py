@@ -124,3 +124,9 @@ class Envelope:
     commit: Commit | None = None
     answers: int = 0
     equivocations: tuple[Equivocation, ...] = ()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it tells of more than how peers stand."""
+        seldom = (self.accusations, self.verdicts, self.degraded_proposals, self.degraded_votes, self.equivocations)
+        return any((self.plan, self.reports, self.votes, self.contents, self.commit, *seldom))

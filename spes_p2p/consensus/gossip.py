@@ -68,7 +68,7 @@ class Gossip(Part):
         )
         for peer in audience:
             envelope = self.envelope(peer, now if beat else None)
-            if speak or _has_news(envelope):
+            if speak or envelope.has_news:
                 self._state.out.append(Send(peer, envelope))
         self._own.has_news = False
         self._others.reply_due.clear()
@@ -255,18 +255,3 @@ def _key(votes: Votes) -> object:
     polka = votes.polka.ballot if votes.polka else -1
     said = ballot_of(votes.prevote), ballot_of(votes.precommit), ballot_of(votes.proposal), polka
     return "votes", author.author if author else "", *said
-
-
-def _has_news(envelope: Envelope) -> bool:
-    return bool(
-        envelope.plan
-        or envelope.reports
-        or envelope.accusations
-        or envelope.verdicts
-        or envelope.votes
-        or envelope.contents
-        or envelope.degraded_proposals
-        or envelope.degraded_votes
-        or envelope.commit
-        or envelope.equivocations
-    )

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
@@ -133,7 +132,7 @@ class StepTable:
         decided = [commit for commit in (core.state.round.decided, core.state.own.commit) if commit is not None]
         after = self.keep(local)
         silent = what[0] == "receive" and not taken.acted and not core.fired
-        quiet = silent and not _says_more(self.things[what[1]])
+        quiet = silent and not self.things[what[1]].has_news
         # whether nothing has changed but when somebody was heard last
         plain = silent and self.snapshots.name(before, timeless=True) == self.snapshots.name(local, timeless=True)
         return Step(after, tuple(sends), tuple(taken.crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
@@ -157,14 +156,6 @@ class StepTable:
         used = core.state.own.sequence if core is not None else local.sequence
         disk = self.snapshots.clone(local.disk)
         return self.keep(Local(local.name, None, disk, lives=local.lives, sequence=used))
-
-
-def _says_more(envelope: Envelope) -> bool:
-    return (
-        bool(envelope.plan or envelope.reports or envelope.votes or envelope.contents)
-        or bool(envelope.degraded_proposals or envelope.degraded_votes)
-        or envelope.commit is not None
-    )
 
 
 class State(NamedTuple):
