@@ -16,15 +16,14 @@ and returns what is to be done; whoever drives it carries that out in order and 
 What to read, in this order:
 
 - `events`, `actions`: all that goes in and comes out. `messages`: what peers say to each other.
-- `machine`: the entry, and the loop that tries the rules. `table`: the rules, in their order. `intake`: who takes an
-  event.
+- `machine`: the entry, who takes an event, and the loop that tries the rules. `table`: the rules, in their order.
 - `state`: all that a peer knows, as plain dataclasses. `parts`: the parts over it, and how they are put together.
 - The parts. Whom it hears: `contacts`, `members`. What it takes in and says: `statuses`, `inbound`, `gossip`. A
   round: `round_plan` (close and plan), `reducing` (average, build), `staging` (what must come to the disk),
   `proposals`. The vote in a round: `voting`, `leadership`. Without a quorum: `degraded`. Between rounds: `lifecycle`,
   `following`.
-- Tendermint, which knows nothing of rounds or tiles: `tendermint`, over what one elector knows (`vote`, `heard_votes`),
-  says (`own_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
+- Tendermint, which knows nothing of rounds or tiles: `tendermint`, with what one elector says, over what it knows
+  (`vote`, `heard_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
   `electorate`.
 - Pure functions: `rules` (what a child manifest must be), `child_checks`, `certificate`, `membership`, `standing`,
   `probation`, `slices`, `fragments`, `forks`, `bounds`. Measured time: `timing`, `liveness`.

@@ -2,7 +2,7 @@
 
 One run a file. Reading and writing is safe from several threads; every write is whole on disk when it returns. Samples
 that are a day old are thinned to one in ten minutes, so that weeks of a run stay small. What is drawn from it is made
-in `state.py`.
+in `web.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN202 (the arguments of kernels are pointers and numbers of Triton)
-"""softmax_loss.py on a GPU: one Triton kernel. Imported where there is CUDA alone.
+"""The losses of output_loss.py on a GPU: one Triton kernel. Imported where there is CUDA alone.
 
 A program takes one row in pieces of BLOCK logits, twice; all arithmetic is fp32. The first pass keeps a maximum and a
 sum of exponentials for each lane, which are put together at the end (Milakov and Gimelshein, arXiv 1805.02867).

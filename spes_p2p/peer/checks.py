@@ -1,6 +1,6 @@
 """What can keep a machine from training in a run, each as one line: ok, a warning or a failure, with the fix.
 
-Pure functions of what was measured; `machine.py` measures, `doctor.py` asks others, and `join` raises what fails here.
+Pure functions of what was measured; `doctor.py` measures and asks others, and `join` raises what fails here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Notices that the ranks of a peer do not move any more: a command takes far longer than it ever took.
 
-A rank that ends is seen at once by its process (`child`); one that is frozen, or hangs on its device, keeps the others
+A rank that ends is seen at once by its process (`Child`); one that is frozen, or hangs on its device, keeps the others
 waiting in the middle of a collective operation. Counts this process's own running time, so that a machine that slept,
 or a peer that was stopped as a whole, finds nobody late.
 """

@@ -65,7 +65,7 @@ def parse_address(text: str) -> Address:
 
 
 def is_listing(text: str) -> bool:
-    """Whether `text` is a /dnsaddr/ name, which stands for a list of addresses (see `names`), not for one."""
+    """Whether `text` is a /dnsaddr/ name, which stands for a list of addresses (`listed` in `join`), not for one."""
     return text.startswith(LISTING)
 
 
