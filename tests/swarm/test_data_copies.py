@@ -37,7 +37,7 @@ def test_two_of_three_train_on_without_the_bootstrap_node_and_the_third(tmp_path
             assert sum(event.roster_size == 2 and event.tokens > 0 for event in one.rounds()) >= MORE_ROUNDS // 2
             said = [event.message for _, event in one.seen if isinstance(event, Warning)]
             assert not [text for text in said if "training is waiting for data" in text]
-        word = "\n".join(line for line in peers[0].output().splitlines() if "join spes1" in line).split()[-1]
+        word = (tmp_path / "p0" / "invite.txt").read_text().split()[-1]
         swarm.wait_until(
             lambda: "data: 2 copies of the least copied piece\n" in swarm.ask("status", word),
             "a status without those who are gone",

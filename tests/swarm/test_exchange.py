@@ -43,7 +43,7 @@ def test_every_round_is_what_the_formulas_give(exchanged: Finished) -> None:
     assert sum(one["merge_alpha"] > 0 for one in about) >= 2
     full = [one for one in about if len(one["roster"]) == len(PEERS)]  # a busy machine may make a peer late for some
     assert full
-    assert all(len(one["slices"]) > 20 for one in full)
+    assert all(len(one["slices"]) > 10 for one in full)
 
 
 def test_what_goes_into_a_round_was_trained(exchanged: Finished) -> None:
