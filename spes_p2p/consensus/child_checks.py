@@ -34,7 +34,9 @@ def check_child(rules: RunRules, parent: Manifest, ledger: Ledger, child: Manife
 
     `ledger`: up to `parent`. That of the child is checked by `check_ledger`.
     """
-    check_roster(rules, parent, child.roster)  # first: the rest is derived from them
+    if child.round != parent.round + 1:  # first: others reckon with it
+        raise RemoteProtocolError(f"manifest of round {child.round}: round does not follow from its parent")
+    check_roster(rules, parent, child.roster)  # next: the rest is derived from them
     _check_members(rules, parent, ledger, child)
     decay_steps = 0 if child.decay is None else child.decay.steps
     outcome = Outcome(
@@ -56,7 +58,7 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
     majority has committed, or the organiser renewed, is followed as it is. Who is vouched for does not count.
     """
-    admission = rules.admission(child.roll, child.banned, child.vouched, child.round)
+    admission = rules.admission(child.roll, child.banned, child.vouched, parent.round + 1)
     strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
     new, most = strangers - {member.peer for member in parent.members}, most_new(len(parent.members))
     if len(new) > most:

@@ -130,6 +130,7 @@ def test_what_the_rules_make_passes() -> None:
 
 TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
     "round": lambda m: replace(m, round=m.round + 1),
+    "round below zero": lambda m: replace(m, round=-1),
     "parent": lambda m: replace(m, parent=sha256(b"another")),
     "fingerprint": lambda m: replace(m, fingerprint=sha256(b"another run")),
     "step": lambda m: replace(m, step=m.step + 1),
