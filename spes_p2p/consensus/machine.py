@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.actions import Action, Build, Send
+from spes_p2p.consensus.actions import Action, Send
 from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
-from spes_p2p.consensus.messages import Commit, Intent, Report, Signed, Status, plan_hash
+from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.rules import Outcome
-from spes_p2p.consensus.slices import Column
-from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
+from spes_p2p.consensus.state import Identity, Others, Own, RoundState, State
 from spes_p2p.consensus.table import TICK, Table, situation_of
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.consensus.wanted import Wanted
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
 
@@ -112,45 +112,6 @@ def take(event: on.Event, parts: Parts, now: float) -> bool:
         case _:
             raise TypeError(f"{event!r} is no event")
     return not isinstance(event, QUIET)
-
-
-class Wanted:
-    """Whether work that was begun is still of use now that it ends, or is about to be written: much happens meanwhile.
-
-    Asks the state, and changes nothing.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def reduced(self, plan: Hash, index: int) -> bool:
-        """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""
-        current = self._state.round
-        return current.plan is not None and plan_hash(current.plan.value) == plan and index in current.reducing
-
-    def staged(self, key: Key, hashes: bytes) -> bool:
-        """Whether tiles that we were asked to fetch may still be written."""
-        return self._state.round.fetching.get(key) == hashes
-
-    def audited(self, report: Signed[Report]) -> bool:
-        """Whether it still matters if what another reported of a slice is the mean."""
-        return self._state.round.auditing == report
-
-    def audited_work(self, entry: Contribution) -> bool:
-        """Whether it still matters what comes of looking at this work."""
-        return self._state.round.at_work_of == entry
-
-    def tried(self, columns: tuple[Column, ...]) -> bool:
-        """Whether it still matters what these columns do to the model."""
-        return self._state.round.trying == columns
-
-    def built(self, build: Build) -> bool:
-        """Whether the state that we were asked to build is still to be proposed."""
-        return build.makes_the_same(self._state.round.building)
-
-    def verified(self, manifest: Hash) -> bool:
-        """Whether the state that we were asked to verify is still waited for; `manifest` is a hash."""
-        return self._state.round.verifying == manifest
 
 
 @dataclass(frozen=True)

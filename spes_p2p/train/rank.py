@@ -30,6 +30,7 @@ from spes_p2p.state.layout import Layout, Values
 from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
 from spes_p2p.train.guests import GuestWork
 from spes_p2p.train.kept_gradients import KeptGradients, whole_moments
+from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.moment_store import Stored
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_norm, gradients_of
@@ -38,36 +39,6 @@ from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, sum_dtype, to_device
 from spes_p2p.train.trained_model import TrainedModel, TrainedTransformer
-
-FIRST_LOSS_SCALE = 2.0**16
-STEPS_TO_DOUBLE = 2000
-
-
-class LossScale:
-    """The factor on the loss that keeps small gradients above zero in fp16; 1 in every other dtype.
-
-    As torch's GradScaler has it: halved where a gradient is not finite, doubled after many that are. A step whose
-    gradient was too large is made again rather than left out, so that a round has as many steps as elsewhere. All ranks
-    see the same norm, and so have the same scale. `value` is what the next loss is multiplied by.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._changes = dtype == torch.float16
-        self.value = FIRST_LOSS_SCALE if self._changes else 1.0
-        self._good = 0
-
-    def shrink(self) -> bool:
-        """After a gradient that was not finite; False where a smaller scale cannot be the cure."""
-        if not self._changes or self.value <= 1.0:
-            return False
-        self.value, self._good = self.value / 2, 0
-        return True
-
-    def note_good(self) -> None:
-        """After a step that was made."""
-        self._good += 1
-        if self._changes and self._good == STEPS_TO_DOUBLE:
-            self.value, self._good = 2 * self.value, 0
 
 
 class RankTrainer:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from spes_p2p.ids import NO_HASH
+from spes_p2p.state.maps import map_file
 from spes_p2p.state.store import StateStore
-from spes_p2p.state.version import map_file
 from tests.state.small import commit_round, small_layout, small_store
 
 COLUMNS, ROUNDS = 30, 12

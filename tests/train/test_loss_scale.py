@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from spes_p2p.train import rank, step
-from spes_p2p.train.rank import FIRST_LOSS_SCALE, LossScale
+from spes_p2p.train import loss_scale, step
+from spes_p2p.train.loss_scale import FIRST, LossScale
 from tests.train.small import (
     batch_of,
     largest_difference,
@@ -48,7 +48,7 @@ def test_what_no_scale_can_cure_is_skipped() -> None:
     with torch.no_grad():
         transformer_of(trainer._rank).head.weight[0, 0] = math.inf
     assert trainer.train_step(batch_of(0)).skipped
-    assert scale.value == FIRST_LOSS_SCALE
+    assert scale.value == FIRST
 
 
 def test_in_fp16_the_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +61,11 @@ def test_in_fp16_the_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_scale_doubles_after_many_good_steps_and_stays_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "STEPS_TO_DOUBLE", 3)
+    monkeypatch.setattr(loss_scale, "STEPS_TO_DOUBLE", 3)
     scale, none = LossScale(torch.float16), LossScale(torch.bfloat16)
     assert scale.shrink()
     for each in (scale, none):
         for _ in range(3):
             each.note_good()
-    assert (scale.value, none.value) == (FIRST_LOSS_SCALE, 1.0)
+    assert (scale.value, none.value) == (FIRST, 1.0)
     assert not none.shrink()
