@@ -71,9 +71,11 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
 
         swarm.processes["p1"].end()
         told.damaged = damage(told.folder / "p1")
+        away = last_round(swarm.processes["p0"])
         swarm.peer("p1", tokens, LOCAL)
         swarm.wait_until(lambda: lives(swarm.processes["p1"]) == 2, "p1 again", NAMES, 180.0)
-        swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 180.0)
+        # a newcomer votes from its second round on: before that p0 may commit what nobody else has, and take it along
+        swarm.wait_until(lambda: has_vote(swarm.processes["p1"], away), "a round with both", NAMES, 180.0)
 
         for process in swarm.processes.values():
             told.shared |= shared_memory_of(process.pid, told.folder.parent)
@@ -92,6 +94,11 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
 
 def last_round(process: Process) -> int:
     return max((event.round for event in process.rounds()), default=0)
+
+
+def has_vote(process: Process, since: int) -> bool:
+    """Whether it went through a round after `since` that counts the work of both."""
+    return any(event.round > since and event.roster_size == len(NAMES) for event in process.rounds())
 
 
 def daemon_of(process: Process) -> int:
