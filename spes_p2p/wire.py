@@ -4,7 +4,7 @@ Everything that is signed, hashed or sent is packed here, so that the same conte
 Decoding trusts nothing: field count, types, and sizes are checked against the annotations, and any mismatch is a
 RemoteProtocolError. Supported annotations: int (signed 64 bit), float (finite), bool, str, bytes, a StrEnum, nested
 dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`; a PeerId is a str of at
-most MAX_PEER_ID characters.
+most MAX_PEER_ID characters. What else a field may hold is said by a record that is `Bounded` (`bounds.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+from spes_p2p.bounds import Bounded, between, length
 from spes_p2p.ids import PeerId
 
 MOST_SPANS = 4096
@@ -17,20 +19,16 @@ MAX_FIRST = 2**60
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Bounded):
     """What one node has. `whole`: the whole dataset."""
 
-    first: int = 0
+    first: Annotated[int, between(0, MAX_FIRST)] = 0
     """The span of the first bit: from about there on the stream is still to be trained on."""
-    bits: bytes = b""
+    bits: Annotated[bytes, length(0, (MOST_SPANS + 7) // 8)] = b""
     """The highest bit of the first byte first."""
     whole: bool = False
     web: bool = False
     """It knows web servers where all of it lies."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first <= MAX_FIRST or len(self.bits) > (MOST_SPANS + 7) // 8:
-            raise ValueError(f"the spans from {self.first} on have {len(self.bits)} bytes, which is out of bounds")
 
     def has(self, span: int) -> bool:
         at = span - self.first

@@ -6,8 +6,9 @@ A record for each kind. Leaves out who answers (`sync/donor.py`, `pieces.py`) an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, get_args
 
+from spes_p2p.bounds import Bounded, between, length
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash
 from spes_p2p.wire import pack, unpack
@@ -48,14 +49,10 @@ class ValuesRequest:
 
 
 @dataclass(frozen=True)
-class TilesRequest:
+class TilesRequest(Bounded):
     """Tiles by their hashes."""
 
-    hashes: tuple[Hash, ...]
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.hashes) <= MAX_TILES_AT_ONCE:
-            raise ValueError(f"a request must not be for {len(self.hashes)} tiles")
+    hashes: Annotated[tuple[Hash, ...], length(1, MAX_TILES_AT_ONCE)]
 
 
 @dataclass(frozen=True)
@@ -75,16 +72,12 @@ class WiresRequest:
 
 
 @dataclass(frozen=True)
-class MomentsRequest:
+class MomentsRequest(Bounded):
     """Optimizer moments of consecutive tiles of a column, as they are after training on top of manifest `head`."""
 
     head: Hash
     first_tile: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.count <= MAX_TILES_AT_ONCE:
-            raise ValueError(f"a request must not be for the moments of {self.count} tiles")
+    count: Annotated[int, between(1, MAX_TILES_AT_ONCE)]
 
 
 @dataclass(frozen=True)
@@ -110,15 +103,11 @@ class SourcesRequest:
 
 
 @dataclass(frozen=True)
-class PiecesRequest:
+class PiecesRequest(Bounded):
     """Pieces of a dataset by their numbers."""
 
     dataset: Hash
-    numbers: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.numbers) <= MAX_PIECES_AT_ONCE or min(self.numbers) < 0:
-            raise ValueError(f"a request must not be for {len(self.numbers)} pieces of data")
+    numbers: Annotated[tuple[Annotated[int, between(0, 2**63)], ...], length(1, MAX_PIECES_AT_ONCE)]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from spes_p2p import wire
+from spes_p2p.bounds import Bounded, between, length, matching
 from spes_p2p.data.held import Held
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import MAX_PEER_ID, Hash, PeerId
@@ -32,10 +33,18 @@ MAX_HEAD_BYTES = 32
 MAX_CERTIFICATE_BYTES = 192 * 2**10
 MAX_TOKEN_BYTES = 2**10
 MAX_MANIFEST_BYTES = 288 * 2**10
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PEER_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_PEER_ID}}}")
-_VERSION = re.compile(r"[!-~]{1,64}")
-_ADDRESS = re.compile(r"/[!-~]+")
+_RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+RunId = Annotated[str, matching(_RUN_ID)]
+PlainPeerId = Annotated[PeerId, matching(rf"[A-Za-z0-9_-]{{1,{MAX_PEER_ID}}}")]
+Round = Annotated[int, between(0, MAX_ROUND)]
+Count = Annotated[int, between(0, MAX_COUNT)]
+WallSeconds = Annotated[int, between(0, 2**40)]
+"""Seconds since 1970."""
+Sha256 = Annotated[Hash, length(32, 32)]
+Addresses = Annotated[
+    tuple[Annotated[str, length(1, MAX_ADDRESS_CHARACTERS), matching(r"/[!-~]+")], ...], length(0, MAX_ADDRESSES)
+]
+"""Multiaddresses."""
 
 
 def peers_key(run_id: str) -> str:
@@ -74,102 +83,74 @@ def bounds_of(key: str) -> KeyBounds | None:
     if key == RUNS_KEY:
         return _RUNS
     parts = key.split("/")
-    if len(parts) != 3 or parts[0] != "spes-p2p" or not _RUN_ID.fullmatch(parts[1]):
+    if len(parts) != 3 or parts[0] != "spes-p2p" or not re.fullmatch(_RUN_ID, parts[1]):
         return None
     return _OF_A_RUN.get(parts[2])
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Bounded):
     """One run, as anybody in it announces it under RUNS_KEY."""
 
-    run_id: str
-    fingerprint: Hash
-    organiser: PeerId
-    wire_version: int
-    round: int
+    run_id: RunId
+    fingerprint: Sha256
+    organiser: PlainPeerId
+    wire_version: Annotated[int, between(0, 2**16)]
+    round: Round
     """The newest round that the publisher knows as committed."""
-    head: bytes
+    head: Annotated[bytes, length(0, MAX_HEAD_BYTES)]
     """What the publisher says of that round; b"" before genesis."""
-    addresses: tuple[str, ...]
-    """Multiaddresses of the publisher, with /p2p/ id."""
-
-    def __post_init__(self) -> None:
-        _matches("run_id", self.run_id, _RUN_ID)
-        _size("fingerprint", self.fingerprint, 32, 32)
-        _matches("organiser", self.organiser, _PEER_ID)
-        _between("wire_version", self.wire_version, 0, 2**16)
-        _between("round", self.round, 0, MAX_ROUND)
-        _size("head", self.head, 0, MAX_HEAD_BYTES)
-        _addresses(self.addresses)
+    addresses: Addresses
+    """Of the publisher, with /p2p/ id."""
 
 
 @dataclass(frozen=True)
-class PeerRecord:
+class PeerRecord(Bounded):
     """One peer of a run, as it describes itself under `peers_key`."""
 
-    run_id: str
-    peer: PeerId
-    addresses: tuple[str, ...]
+    run_id: RunId
+    peer: PlainPeerId
+    addresses: Addresses
     """Where it may be dialled; none in client mode."""
-    version: str
-    round: int
-    step: int
-    tokens: int
+    version: Annotated[str, matching(r"[!-~]{1,64}")]
+    round: Round
+    step: Count
+    tokens: Count
     """Trained by this peer since it joined."""
-    tokens_per_second: float
-    owned: tuple[int, ...]
+    tokens_per_second: Annotated[float, between(0, MAX_SPEED)]
+    owned: Annotated[tuple[Annotated[int, between(0, 2**16)], ...], length(0, MAX_COLUMNS)]
     """Columns, ascending."""
-    role: str
+    role: Annotated[str, matching("|".join(ROLES))]
     client_mode: bool
-    joined_at_seconds: int
-    """Wall clock of the peer, seconds since 1970; for people, nothing is decided by it."""
-    written_at_seconds: int = 0
+    joined_at_seconds: WallSeconds
+    """By the peer's clock; for people, nothing is decided by it."""
+    written_at_seconds: WallSeconds = 0
     """When this record was written, by the same clock."""
-    data_pieces: int = 0
+    data_pieces: Count = 0
     """How many pieces of the run's dataset it gives to others."""
     held: Held = Held()  # noqa: RUF009 (frozen)
     """Which pieces of the dataset it holds, as spans of the data that is trained on next."""
     vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
-    token: bytes = b""
+    token: Annotated[bytes, length(0, MAX_TOKEN_BYTES)] = b""
     """Of its invitation, for the organiser (`sync/passes.py`)."""
 
     def __post_init__(self) -> None:
-        _matches("run_id", self.run_id, _RUN_ID)
-        _matches("peer", self.peer, _PEER_ID)
-        _addresses(self.addresses)
-        _matches("version", self.version, _VERSION)
-        _between("round", self.round, 0, MAX_ROUND)
-        _between("step", self.step, 0, MAX_COUNT)
-        _between("tokens", self.tokens, 0, MAX_COUNT)
-        _between("tokens_per_second", self.tokens_per_second, 0, MAX_SPEED)
-        _between("joined_at_seconds", self.joined_at_seconds, 0, 2**40)
-        _between("written_at_seconds", self.written_at_seconds, 0, 2**40)
-        _between("data_pieces", self.data_pieces, 0, MAX_COUNT)
-        _columns(self.owned)
-        _between("the length of token", len(self.token), 0, MAX_TOKEN_BYTES)
-        if self.role not in ROLES:
-            raise ValueError(f"role is {self.role!r}, not one of {ROLES}")
+        super().__post_init__()
+        if any(left >= right for left, right in itertools.pairwise(self.owned)):
+            raise ValueError("owned columns are not ascending")
 
 
 @dataclass(frozen=True)
-class HeadRecord:
+class HeadRecord(Bounded):
     """The newest certificate that a peer has, under `heads_key`. Only a hint: certificates prove themselves."""
 
-    round: int
-    manifest_hash: Hash
-    certificate: bytes
-    manifest: bytes
+    round: Round
+    manifest_hash: Sha256
+    certificate: Annotated[bytes, length(0, MAX_CERTIFICATE_BYTES)]
+    manifest: Annotated[bytes, length(0, MAX_MANIFEST_BYTES)]
     """b"" when it is too large for the directory; then it is fetched from the publisher by its hash."""
-    seen_at_seconds: int = 0
+    seen_at_seconds: WallSeconds = 0
     """When the publisher first had it, by its wall clock; for people."""
-
-    def __post_init__(self) -> None:
-        _between("round", self.round, 0, MAX_ROUND)
-        _size("manifest_hash", self.manifest_hash, 32, 32)
-        _size("certificate", self.certificate, 0, MAX_CERTIFICATE_BYTES)
-        _size("manifest", self.manifest, 0, MAX_MANIFEST_BYTES)
-        _between("seen_at_seconds", self.seen_at_seconds, 0, 2**40)
 
 
 def fitting(record: PeerRecord) -> PeerRecord:
@@ -262,34 +243,3 @@ def newest_heads(records: Mapping[PeerId, HeadRecord]) -> list[tuple[HeadRecord,
 
 def _weight(record: HeadRecord) -> int:
     return len(record.certificate) + len(record.manifest)
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}, not between {low} and {high}")
-
-
-def _size(name: str, value: bytes, low: int, high: int) -> None:
-    if not low <= len(value) <= high:
-        raise ValueError(f"{name} has {len(value)} bytes, not between {low} and {high}")
-
-
-def _matches(name: str, value: str, pattern: re.Pattern[str]) -> None:
-    if not pattern.fullmatch(value):
-        raise ValueError(f"{name} is {value[:80]!r}, which is not allowed")
-
-
-def _addresses(addresses: Iterable[str]) -> None:
-    listed = tuple(addresses)
-    _between("the number of addresses", len(listed), 0, MAX_ADDRESSES)
-    for address in listed:
-        _between("the length of an address", len(address), 1, MAX_ADDRESS_CHARACTERS)
-        _matches("an address", address, _ADDRESS)
-
-
-def _columns(columns: tuple[int, ...]) -> None:
-    _between("the number of owned columns", len(columns), 0, MAX_COLUMNS)
-    if any(left >= right for left, right in itertools.pairwise(columns)):
-        raise ValueError("owned columns are not ascending")
-    for column in columns[:1] + columns[-1:]:
-        _between("an owned column", column, 0, 2**16)

@@ -21,9 +21,10 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 from spes_p2p import wire
+from spes_p2p.bounds import Bounded, between, length
 from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
@@ -153,13 +154,9 @@ class FetchRequest:
 
 
 @dataclass(frozen=True)
-class BlobHead:
-    total_bytes: int
-    header: bytes
-
-    def __post_init__(self) -> None:
-        if self.total_bytes < 0 or len(self.header) > MAX_HEADER_BYTES:
-            raise ValueError(f"a blob of {self.total_bytes} bytes with a header of {len(self.header)} bytes")
+class BlobHead(Bounded):
+    total_bytes: Annotated[int, between(0, 2**63)]
+    header: Annotated[bytes, length(0, MAX_HEADER_BYTES)]
 
 
 async def write_frame(stream: ByteStream, kind: bytes, body: bytes = b"") -> None:

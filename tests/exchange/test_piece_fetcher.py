@@ -380,7 +380,7 @@ def test_a_server_refuses_what_no_honest_peer_asks(tmp_path: Path) -> None:
     serving = PieceServing(pieces, DataTraffic())
     name = pieces.dataset_hash
     for numbers in ([], [0] * (MAX_PIECES_AT_ONCE + 1), [-1, 0]):
-        with pytest.raises(RemoteProtocolError, match="pieces of data"):
+        with pytest.raises(RemoteProtocolError, match=r"numbers is -?[0-9]+, not between"):
             unpack_request(pack(PackedRequest("pieces", pack((name, tuple(numbers))))))
     with pytest.raises(RemoteProtocolError, match="piece 300 was requested"):
         serving.answer(PiecesRequest(name, (0, 300)))

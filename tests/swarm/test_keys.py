@@ -82,5 +82,5 @@ def test_any_request_to_be_dialled_is_answered(place: int, new: bytes) -> None:
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_port_that_is_none_is_not_dialled(port: int) -> None:
-    with pytest.raises(ValueError, match=f"{port} is not a port number"):
+    with pytest.raises(ValueError, match=f"one of ports is {port}, not between 1 and 65535"):
         DialBackRequest((4001, port))

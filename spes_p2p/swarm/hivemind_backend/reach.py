@@ -11,12 +11,14 @@ import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 from spes_p2p import wire
+from spes_p2p.bounds import Bounded, between
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import NOT_SERVING
@@ -44,14 +46,9 @@ class Reach(enum.Enum):
 
 
 @dataclass(frozen=True)
-class DialBackRequest:
-    ports: tuple[int, ...]
+class DialBackRequest(Bounded):
+    ports: tuple[Annotated[int, between(1, 2**16 - 1)], ...]
     """On which the asker listens."""
-
-    def __post_init__(self) -> None:
-        for port in self.ports:
-            if not 0 < port < 2**16:
-                raise ValueError(f"{port} is not a port number")
 
 
 @dataclass(frozen=True)
