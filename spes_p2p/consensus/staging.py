@@ -12,7 +12,7 @@ from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import Report, Signed
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.state import MAX_FAILED_FETCHES, Key, Wanted
+from spes_p2p.consensus.state import MAX_FAILED_FETCHES, Key, SliceToStage
 from spes_p2p.consensus.trials import Checks
 from spes_p2p.ids import NO_HASH, Hash
 
@@ -26,12 +26,12 @@ class Staging(Part):
     _proposals: Proposals
     _checks: Checks
 
-    def missing(self) -> dict[Key, Wanted]:
+    def missing(self) -> dict[Key, SliceToStage]:
         """Slices that are wanted and not staged."""
         staged = self._state.round.staged
         return {w.piece.key: w for w in self._wanted() if staged.get(w.piece.key) != w.hashes}
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[SliceToStage]:
         """Slices to be staged here, with their hashes and who has them surely."""
         current = self._state.round
         proposal = self._proposals.target()
@@ -39,12 +39,12 @@ class Staging(Part):
             return []
         if proposal is not None:
             pairs = zip(proposal.manifest.slices, proposal.wire_hashes, strict=True)
-            return [Wanted(piece, hashes, piece.reducer) for piece, hashes in pairs]
+            return [SliceToStage(piece, hashes, piece.reducer) for piece, hashes in pairs]
         if current.plan is None or self._proposals.stands_by_a_state():
             return []
         slices = current.plan.value.slices
         return [
-            Wanted(slices[index], b"".join(report.value.wire_hashes), report.value.reducer)
+            SliceToStage(slices[index], b"".join(report.value.wire_hashes), report.value.reducer)
             for index, report in current.reports.items()
         ]
 

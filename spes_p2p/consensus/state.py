@@ -162,7 +162,7 @@ class Others:
 
 
 @dataclass
-class Wanted:
+class SliceToStage:
     """A slice to be staged: the hashes of its tiles, joined, and who has them surely."""
 
     piece: Slice

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,8 +179,12 @@ class Feed:
         absent = planned[~self.cache.has(planned)][:most]
         return Missing(tuple(dict.fromkeys([*urgent.tolist(), *absent.tolist()]))[:most], min(most, len(urgent)))
 
-    def take(self, piece: int, joined: bytes) -> None:
-        """A piece with its proof, checked. A full disk is said once; what training waits for comes through even so."""
+    def take(self, pieces: Sequence[tuple[int, bytes]]) -> None:
+        """Checked pieces with their proofs. A full disk is said once; what training waits for comes through even so."""
+        for piece, joined in pieces:
+            self._take(piece, joined)
+
+    def _take(self, piece: int, joined: bytes) -> None:
         with self._news:
             if piece in self._urgent:
                 self._at_hand[piece] = joined

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
+from spes_p2p.exchange.requests import Request, pack_request
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.ports import Transport
 
@@ -78,6 +79,15 @@ async def fetch_within(
         fetch.cancel()
         await asyncio.wait((fetch,))
     raise NeverEnding(f"{short(peer)} did not finish within {loop.time() - started:.3g} s")
+
+
+async def ask_small(
+    transport: Transport, holder: PeerId, request: Request, stall_seconds: float, max_bytes: int
+) -> bytes:
+    """What a peer gives at once, in the time of a few stalls. Raises NetworkError, RemoteProtocolError."""
+    packed, limit = pack_request(request), LONGEST_STALLS * stall_seconds
+    _, data = await fetch_within(transport, holder, packed, stall_seconds, max_bytes, lambda: limit)
+    return bytes(data)
 
 
 T = TypeVar("T")

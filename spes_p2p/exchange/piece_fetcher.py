@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within, first_good
+from spes_p2p.exchange.patience import NeverEnding, Patience, ask_small, fetch_within, first_good
 from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PiecesHead, given_pieces
 from spes_p2p.exchange.requests import MAX_PIECES_AT_ONCE, CatalogueRequest, PiecesRequest, pack_request
 from spes_p2p.ids import Hash, PeerId, sha256, short
@@ -83,12 +83,11 @@ async def fetch_catalogue(
 
     Raises NetworkError when nobody does; who sends another one is named to `tell`.
     """
-    request, limit = pack_request(CatalogueRequest(dataset)), LONGEST_STALLS * stall_seconds
 
     async def ask(holder: PeerId) -> Catalogue:
-        _, data = await fetch_within(transport, holder, request, stall_seconds, MAX_CATALOGUE_BYTES, lambda: limit)
+        data = await ask_small(transport, holder, CatalogueRequest(dataset), stall_seconds, MAX_CATALOGUE_BYTES)
         try:
-            return Catalogue.checked(bytes(data), dataset)
+            return Catalogue.checked(data, dataset)
         except RemoteProtocolError as error:
             tell(holder, f"sent {error}; it is not asked for data again")
             raise

@@ -98,7 +98,7 @@ class Transfers:
         WrongSize. `is_wanted` is asked when its turn has come; PeerSilent is raised where it is not any more.
         """
         try:
-            opening, data = await self._ask_blob(peer, request, size, is_wanted)
+            opening, data = await self._ask(peer, request, size, is_wanted)
         except BlobTooLarge as error:
             raise WrongSize(str(error)) from error
         if len(data) != size:
@@ -137,7 +137,7 @@ class Transfers:
         """(steps, means and squares [2, size]) of some tiles."""
         request = MomentsRequest(head, first_tile, count)
         async with self._turns.turn():
-            header, data = await self._fetch_blob(peer, request, 2 * size * VALUE_BYTES)
+            header, data = await self._fetch(peer, request, 2 * size * VALUE_BYTES)
         try:
             steps = unpack(MomentsHead, header).steps
         except RemoteProtocolError as error:
@@ -198,7 +198,7 @@ class Transfers:
     ) -> list[memoryview]:
         async def ask(holder: PeerId) -> list[memoryview]:
             try:
-                data = await self._fetch(holder, TilesRequest(tuple(hashes)), sum(sizes))
+                _, data = await self._fetch(holder, TilesRequest(tuple(hashes)), sum(sizes))
                 return await self._checked(holder, data, sizes, hashes)
             except (NetworkError, RemoteProtocolError):
                 poor.add(holder)
@@ -222,7 +222,7 @@ class Transfers:
         """
         request = ChainRequest(first, requests.MAX_COMMITS_AT_ONCE)
         async with self._turns.turn():
-            _, data = await self._fetch_blob(holder, request, MAX_MESSAGE_BYTES, requests.MAX_CHAIN_BYTES)
+            _, data = await self._fetch(holder, request, MAX_MESSAGE_BYTES, requests.MAX_CHAIN_BYTES)
         part = unpack(ChainPart, data).commits
         if len(part) > requests.MAX_COMMITS_AT_ONCE:
             raise RemoteProtocolError(f"{short(holder)} sent {len(part)} commits at once")
@@ -261,28 +261,20 @@ class Transfers:
     async def _list(self, holder: PeerId, request: HashesRequest | WiresRequest) -> tuple[Hash, ...]:
         """A hash for each tile, unchecked."""
         size = len(self._layout.tiles) * HASH_BYTES
-        joined = await self._ask(holder, request, size)
+        _, joined = await self._ask(holder, request, size)
         if len(joined) != size:
             raise RemoteProtocolError(f"a list of {len(joined)} bytes instead of {size}")
         return split_hashes(joined)
 
     async def _ask(
         self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> memoryview:
-        return (await self._ask_blob(peer, request, max_bytes, is_wanted))[1]
-
-    async def _ask_blob(
-        self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> tuple[bytes, memoryview]:
         async with self._turns.turn():
             if not is_wanted():
                 raise PeerSilent(f"{short(peer)} is no longer waited for")
-            return await self._fetch_blob(peer, request, max_bytes)
+            return await self._fetch(peer, request, max_bytes)
 
-    async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> memoryview:
-        return (await self._fetch_blob(peer, request, max_bytes))[1]
-
-    async def _fetch_blob(
+    async def _fetch(
         self, peer: PeerId, request: Request, max_bytes: int, usual_bytes: int = 0
     ) -> tuple[bytes, memoryview]:
         """`usual_bytes`: where the answer may be up to `max_bytes`, and is hardly ever more than this."""

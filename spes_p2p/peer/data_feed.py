@@ -56,7 +56,7 @@ class DataFeed:
     async def _pass(self, pieces: Sequence[int], urgent: int) -> None:
         """Fetches these; broken off when training begins to wait for others."""
         self._is_urgent = urgent > 0
-        self._current = asyncio.get_running_loop().create_task(self._fetcher.fetch(pieces, self._take, urgent))
+        self._current = asyncio.get_running_loop().create_task(self._fetcher.fetch(pieces, self._feed.take, urgent))
         try:
             await asyncio.wait((self._current,))
             if not self._current.cancelled():
@@ -69,10 +69,6 @@ class DataFeed:
             self._current.cancel()
             await asyncio.wait((self._current,))
             self._current = None
-
-    def _take(self, pieces: Sequence[tuple[int, bytes]]) -> None:
-        for piece, joined in pieces:
-            self._feed.take(piece, joined)
 
     def _wake(self) -> None:
         self._news.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -91,7 +91,7 @@ class DataCopies:
         is_patient = await self._wait_for_link()
         began = self._now()
         task = asyncio.get_running_loop().create_task(
-            self._fetcher.fetch(wanted.pieces, self._take, among=wanted.holders)
+            self._fetcher.fetch(wanted.pieces, self._feed.take, among=wanted.holders)
         )
         try:
             while not (await asyncio.wait((task,), timeout=GLANCE_SECONDS))[0]:
@@ -118,10 +118,6 @@ class DataCopies:
 
     def _is_busy(self) -> bool:
         return self._link_is_busy() or (not self._feed.trouble and bool(self._feed.missing(1).pieces))
-
-    def _take(self, pieces: Sequence[tuple[int, bytes]]) -> None:
-        for piece, joined in pieces:
-            self._feed.take(piece, joined)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

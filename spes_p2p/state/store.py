@@ -13,18 +13,17 @@ must still have it after a restart. When versions are made and dropped is decide
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.files import publish_folder, recover_folders, remove_folder, storing, sync, write_whole
 from spes_p2p.ids import Hash
+from spes_p2p.locks import FileLock
 from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, hash_tiles, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
 from spes_p2p.state.staging import Staging
@@ -53,7 +52,7 @@ class StateStore:
         """Folders beside the store that hold versions too, such as checkpoints: see `recall`."""
         self.wires = KeptWires(self.directory, layout)
         self._stagings: dict[tuple[int, str], Staging] = {}
-        self._lock: IO[bytes] | None = None
+        self._lock: FileLock | None = None
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.directory / "lock")
@@ -212,8 +211,7 @@ class StateStore:
                 staging.discard()
         self._stagings.clear()
         if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+            self._lock.release()
 
     def _publish(self, staging: Staging) -> Version:
         target = self.directory / f"round-{staging.round:08d}"
@@ -286,16 +284,13 @@ def _stagings_in(
                 yield (round, label), Staging(folder, round, layout, versions.get(round - 1), publish, finished)
 
 
-def _locked(path: Path) -> IO[bytes]:
-    lock = open(path, "ab")  # noqa: SIM115 (held until close)
+def _locked(path: Path) -> FileLock:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return FileLock(path)
     except BlockingIOError as error:
-        lock.close()
         raise StateError(
             f"{path.parent} is in use by another process", fix="end that process, or choose another folder"
         ) from error
-    return lock
 
 
 def _tiles_from_blocks(source: BlockSource) -> TileSource:

@@ -136,7 +136,7 @@ class Version:
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)
             self._files[block.index] = _identity(os.stat(folder / block_file(block.index)))
-            self._map(block.index)  # at once: another history's version may take the folder's place
+            self.block(block.index)  # at once: another history's version may take the folder's place
         self._hashes_file = _identity(os.stat(folder / HASHES_FILE)) if (folder / HASHES_FILE).is_file() else None
         self.tile_hashes = _read_hashes(folder / HASHES_FILE, layout)
         self.root = layout.root_of(self.tile_hashes)
@@ -154,12 +154,14 @@ class Version:
 
     def block(self, index: int) -> Values:
         """The values of a block, read-only, shape [block size]; the map outlives `StateStore.drop`."""
-        return self._map(index)
+        if index not in self._maps:
+            self._maps[index] = map_block(self.block_path(index), self.layout.blocks[index].size)
+        return self._maps[index]
 
     def tile(self, tile_id: int) -> memoryview:
         """The bytes of a tile of the state."""
         tile = self.layout.tiles[tile_id]
-        return bytes_of(self._map(tile.block)[tile.start : tile.stop])
+        return bytes_of(self.block(tile.block)[tile.start : tile.stop])
 
     def sound_tile(self, tile_id: int) -> memoryview:
         """The bytes of a tile of the state, hashed first: damage must not spread. Raises TileDamaged."""
@@ -283,11 +285,6 @@ class Version:
             yield descriptor if _identity(os.fstat(descriptor)) == self._files[block] else None
         finally:
             os.close(descriptor)
-
-    def _map(self, index: int) -> Values:
-        if index not in self._maps:
-            self._maps[index] = map_block(self.folder / block_file(index), self.layout.blocks[index].size)
-        return self._maps[index]
 
 
 def _hash_in(descriptor: int, tile: Tile) -> Hash | None:

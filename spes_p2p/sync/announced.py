@@ -17,8 +17,8 @@ from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Certificate, Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within, first_good
-from spes_p2p.exchange.requests import ChainPart, ChainRequest, pack_request
+from spes_p2p.exchange.patience import ask_small, first_good
+from spes_p2p.exchange.requests import ChainPart, ChainRequest
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.records import HeadRecord, newest_heads
@@ -47,10 +47,9 @@ async def newest_commit(
 
 async def fetch_commits(transport: Transport, holders: Sequence[PeerId], first: int, count: int) -> tuple[Commit, ...]:
     """At least one commit from round `first` on, unchecked, from the first of `holders` that gives any."""
-    request, limit = pack_request(ChainRequest(first, count)), LONGEST_STALLS * ANSWER_SECONDS
 
     async def ask(holder: PeerId) -> tuple[Commit, ...]:
-        _, data = await fetch_within(transport, holder, request, ANSWER_SECONDS, MAX_MESSAGE_BYTES, lambda: limit)
+        data = await ask_small(transport, holder, ChainRequest(first, count), ANSWER_SECONDS, MAX_MESSAGE_BYTES)
         commits = tuple(unpack(Commit, commit) for commit in unpack(ChainPart, data).commits[:count])
         if not commits:
             raise RemoteProtocolError("it has none")

@@ -9,15 +9,16 @@ from __future__ import annotations
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
-from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.exchange.requests import RunRequest, pack_request
-from spes_p2p.ids import PeerId, short
+from spes_p2p.exchange.patience import ask_small
+from spes_p2p.exchange.requests import RunRequest
+from spes_p2p.ids import short
 from spes_p2p.swarm.ports import Directory, Network, Transport
 from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.wire import unpack
 
 SHOWN_DIGITS = 16
+MAX_RUN_BYTES = 2**20
 
 
 async def find_run(
@@ -54,7 +55,7 @@ async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float
         transport.learn(peer, addresses)
     for peer in group.addresses():
         try:
-            info = unpack(RunInfo, await fetch_run(transport, peer, timeout_seconds))
+            info = unpack(RunInfo, await ask_small(transport, peer, RunRequest(), timeout_seconds, MAX_RUN_BYTES))
             return info, check_run(info, group.fingerprint)
         except (NetworkError, RemoteProtocolError) as error:
             reasons.append(f"{short(peer)}: {error}")
@@ -64,15 +65,6 @@ async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float
         f"no node could serve the config of run {group.run_id}: {'; '.join(reasons) or 'no address is announced'}",
         fix="try again in a minute, or ask the organiser whether the run is still alive",
     )
-
-
-async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
-    """The packed RunInfo that a peer serves; unchecked."""
-    request = pack_request(RunRequest())
-    _, data = await fetch_within(
-        transport, peer, request, timeout_seconds, 2**20, lambda: LONGEST_STALLS * timeout_seconds
-    )
-    return bytes(data)
 
 
 def choose_run(groups: list[RunGroup], run_id: str | None = None, fingerprint: str | None = None) -> RunGroup:

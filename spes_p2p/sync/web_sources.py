@@ -18,8 +18,8 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import signing_bytes
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
-from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.exchange.requests import SourcesRequest, pack_request
+from spes_p2p.exchange.patience import ask_small
+from spes_p2p.exchange.requests import SourcesRequest
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Signer, Transport
@@ -109,10 +109,9 @@ class SourceKeeper:
 
     async def look(self, transport: Transport, holder: PeerId, stall_seconds: float) -> None:
         """Asks one node. Raises NetworkError, also where it knows no list, and RemoteProtocolError for a false one."""
-        request = pack_request(SourcesRequest(self._info.dataset))
-        limit = LONGEST_STALLS * stall_seconds
-        _, data = await fetch_within(transport, holder, request, stall_seconds, MAX_SOURCES_BYTES, lambda: limit)
-        self._take(check_sources(bytes(data), self._info, self._check))
+        request = SourcesRequest(self._info.dataset)
+        data = await ask_small(transport, holder, request, stall_seconds, MAX_SOURCES_BYTES)
+        self._take(check_sources(data, self._info, self._check))
 
     async def look_on(
         self, transport: Transport, holders: Callable[[], Sequence[PeerId]], stall_seconds: Callable[[], float]

@@ -48,5 +48,5 @@ def hand_over(pieces: FolderPieces, feed: Feed, most: int = 10**6) -> int:
     for piece in missing:
         joined = pieces.find(piece)
         assert joined is not None
-        feed.take(piece, joined)
+        feed.take([(piece, joined)])
     return len(missing)

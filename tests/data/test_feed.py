@@ -77,9 +77,9 @@ def test_what_training_waits_for_is_first_and_the_wait_ends_when_it_has_come(tmp
     missing = feed.missing(100)
     assert missing.urgent
     for piece in missing.pieces[1:]:
-        feed.take(piece, pieces.find(piece) or b"")
+        feed.take([(piece, pieces.find(piece) or b"")])
     assert waiting.is_alive()
-    feed.take(missing.pieces[0], pieces.find(missing.pieces[0]) or b"")
+    feed.take([(missing.pieces[0], pieces.find(missing.pieces[0]) or b"")])
     waiting.join(10)
     assert results == [True]
     assert not feed.missing(100).urgent

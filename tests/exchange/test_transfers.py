@@ -10,8 +10,17 @@ import pytest
 
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
+from spes_p2p.exchange.patience import ask_small
 from spes_p2p.exchange.rates import Turns
-from spes_p2p.exchange.requests import ChainPart, ChainRequest, Request, TilesRequest, ValuesRequest, unpack_request
+from spes_p2p.exchange.requests import (
+    ChainPart,
+    ChainRequest,
+    Request,
+    RunRequest,
+    TilesRequest,
+    ValuesRequest,
+    unpack_request,
+)
 from spes_p2p.exchange.transfers import TILES_A_FETCH, Transfers, all_of
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
@@ -19,7 +28,6 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import commits_from
-from spes_p2p.sync.finding import fetch_run
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import A, B, MadeRun
@@ -291,7 +299,7 @@ def test_a_hash_list_hashes_to_its_root() -> None:
 def test_the_run_of_a_stranger() -> None:
     async def story(site: Site) -> None:
         await site.holder(B, lambda request: pack(MADE.info))
-        assert await fetch_run(site.network.peer(A).transport, B, 5.0) == pack(MADE.info)
+        assert await ask_small(site.network.peer(A).transport, B, RunRequest(), 5.0, 2**20) == pack(MADE.info)
 
     play(story)
 
