@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from spes_p2p.errors import LocalProtocolError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.ports import Handler, anybody
+
+if TYPE_CHECKING:
+    from spes_p2p.swarm.streams import Traffic
 
 MAX_CALL_BYTES = 2 * 2**20
 """Bound of a request and of an answer; whatever is larger goes through `fetch`."""
@@ -30,14 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 class CallServer:
-    """Answers calls through `handler`, of each caller as many as it may make."""
+    """Answers calls through `handler`, of each caller as many as it may make, and counts their bytes."""
 
-    def __init__(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, traffic: Traffic, is_member: Callable[[PeerId], bool] = anybody) -> None:
+        self._handler, self._traffic = handler, traffic
         self._doors = Door(CALLS, is_member), Door(CALL_BYTES, is_member)
 
     async def answer(self, caller: PeerId, request: bytes) -> bytes:
         """What the handler says to the call, framed; see `answer`."""
+        self._traffic.count_received(len(request))
+        reply = await self._answer(caller, request)
+        self._traffic.count_sent(len(reply))
+        return reply
+
+    async def _answer(self, caller: PeerId, request: bytes) -> bytes:
         calls, sizes = self._doors
         if not (calls.admits(caller) and sizes.admits(caller, len(request))):
             return refusal("too many calls in too short a time")

@@ -165,7 +165,7 @@ class MemoryTransport:
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._require_life()
-        self._calls = calls.CallServer(handler, is_member)
+        self._calls = calls.CallServer(handler, self.traffic, is_member)
         self._server = StreamServer(handler, self.traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
@@ -215,7 +215,6 @@ class MemoryTransport:
         if self._calls is None:
             return calls.NOT_SERVING
         answers: list[bytes] = []
-        self.traffic.count_received(len(request))
         served = self._calls
 
         async def answer() -> None:
@@ -224,7 +223,6 @@ class MemoryTransport:
         await asyncio.wait((self._owner.spawn(answer()),))
         if not answers:
             raise PeerClosed(f"{short(self.peer_id)} ended in the middle of a call")
-        self.traffic.count_sent(len(answers[0]))
         return answers[0]
 
     # ---- streams ----

@@ -38,7 +38,7 @@ async def main(initial_peers: list[str]) -> None:
     network = await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
     try:
         await network.transport.serve(Server())
-        facts = {"address": network.transport.addresses[0], "daemon": network.daemon_pid, "folder": network.folder}
+        facts = {"address": network.transport.addresses[0], "daemon": network.daemon.pid, "folder": network.folder}
         sys.stdout.write(json.dumps(facts) + "\n")
         sys.stdout.flush()
         await asyncio.to_thread(sys.stdin.read)

@@ -84,11 +84,11 @@ def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_
         try:
             kill_while_attaching(monkeypatch, daemons, times=2)
             alive = asyncio.create_task(network.keep_alive(said.append))
-            os.kill(network.daemon_pid, signal.SIGKILL)
+            os.kill(network.daemon.pid, signal.SIGKILL)
             async with asyncio.timeout(WAIT_SECONDS):
                 while not said and not alive.done():
                     await asyncio.sleep(0.01)
-            assert not network.daemon_ended.is_set()
+            assert not network.daemon.ended.is_set()
             alive.cancel()
         finally:
             await network.close()

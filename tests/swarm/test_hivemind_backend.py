@@ -202,7 +202,7 @@ def test_a_cut_connection_is_resumed(thread: NetworkThread) -> None:
 
 def server_port(network: HivemindNetwork) -> int:
     """Where the daemon really listens (it announces the proxy)."""
-    listening = psutil.Process(network.daemon_pid).net_connections("tcp4")
+    listening = psutil.Process(network.daemon.pid).net_connections("tcp4")
     return next(int(one.laddr.port) for one in listening if one.status == psutil.CONN_LISTEN)
 
 
@@ -429,7 +429,7 @@ def test_a_forked_child_leaves_the_daemon_and_the_lock_alone(thread: NetworkThre
             second = await start(first, identity_path=tmp_path / "key")
             forked = os.fork()
             if not forked:
-                second.transport._p2p._terminate()  # what the end of a Python process does to its objects
+                second.daemon.p2p._terminate()  # what the end of a Python process does to its objects
                 os._exit(0)
             assert os.waitpid(forked, 0) == (forked, 0)
             assert await first.transport.call(second.transport.peer_id, b"x", 10.0) == b"x"
@@ -444,9 +444,9 @@ def test_a_peer_whose_daemon_died_says_so_and_ends_cleanly(thread: NetworkThread
         async with peers() as start:
             first = await start()
             second = await start(first)
-            os.kill(second.daemon_pid, signal.SIGKILL)
+            os.kill(second.daemon.pid, signal.SIGKILL)
             async with asyncio.timeout(WAIT_SECONDS):
-                await second.daemon_ended.wait()
+                await second.daemon.ended.wait()
             name = first.transport.peer_id
             for attempt in (
                 second.transport.call(name, b"x", 1.0),
@@ -471,7 +471,7 @@ def test_a_daemon_that_ended_is_replaced_under_the_same_identity(thread: Network
             a, b = first.transport.peer_id, second.transport.peer_id
             first.transport.learn(b, second.transport.addresses)  # as peers do from its record
             for broken, name, other, other_name in ((second, b, first, a), (first, a, second, b)):
-                said, pid, addresses = list[str](), broken.daemon_pid, broken.transport.addresses
+                said, pid, addresses = list[str](), broken.daemon.pid, broken.transport.addresses
                 alive = asyncio.create_task(broken.keep_alive(said.append))
                 os.kill(pid, signal.SIGKILL)
                 async with asyncio.timeout(WAIT_SECONDS):
@@ -479,7 +479,7 @@ def test_a_daemon_that_ended_is_replaced_under_the_same_identity(thread: Network
                         await asyncio.sleep(0.01)
                 alive.cancel()
                 assert is_gone(pid)
-                assert broken.daemon_pid != pid
+                assert broken.daemon.pid != pid
                 assert broken.transport.addresses == addresses
                 assert await broken.transport.call(other_name, b"hello", 10.0) == b"hello"
                 assert await other.transport.call(name, b"hello", 10.0) == b"hello"
@@ -496,7 +496,7 @@ def test_a_daemon_that_ends_again_and_again_is_given_up(thread: NetworkThread, m
     async def scenario() -> None:
         async with peers() as start:
             only = await start()
-            os.kill(only.daemon_pid, signal.SIGKILL)
+            os.kill(only.daemon.pid, signal.SIGKILL)
             with pytest.raises(NetworkError, match="ended 1 times") as caught:
                 async with asyncio.timeout(WAIT_SECONDS):
                     await only.keep_alive(lambda text: None)

@@ -58,7 +58,7 @@ def test_a_peer_that_was_stuck_when_an_answer_came_too_late_still_hears(
     try:
         here.run(give_up_as_the_answer_comes())
         assert here.run(hear()) == b"0"
-        assert not own.daemon_ended.is_set()
+        assert not own.daemon.ended.is_set()
     finally:
         here.run(own.close())
         there.run(other.close())

@@ -173,8 +173,9 @@ def test_a_reader_takes_members_and_whom_it_knew_before_others(node: Node) -> No
         return ValueWithExpiration(values, end)
 
     async def test() -> None:
+        daemon: Any = SimpleNamespace(require=lambda: None)
         directory = HivemindDirectory(
-            SimpleNamespace(get=get), node.keys.signer(ME), node.keys, node.validator, asyncio.Event(),
+            SimpleNamespace(get=get), node.keys.signer(ME), node.keys, node.validator, daemon,
             lambda peer: asyncio.sleep(0), lambda peer: peer == MEMBER,
         )  # fmt: skip
         assert set(await directory.read(KEY)) == {MANY[0]}

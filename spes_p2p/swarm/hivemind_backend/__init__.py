@@ -1,14 +1,14 @@
 """The ports over libp2p, through hivemind: the only package that imports it.
 
     thread      the one thread and loop on which all of this runs
-    locks       locks on files
     identity    key file, signatures
-    daemon      the libp2p daemon and its sockets
+    daemon      the libp2p daemon, its sockets, and the one that takes its place
     dial        plain TCP dials that tell failures apart
+    connections who is connected, how others are reached, why they are not
     hello, join the first word between peers: clocks, identities, initial peers
     reach       whether others can dial us
-    transport   calls and streams
-    directory   the DHT
+    transport   calls and streams; pipe: their bytes through the daemon's socket
+    directory   the DHT; storage: what a node of it keeps
     network     puts them together
 
 Importing it loads no torch (see `without_torch`), but takes a part of a second: do so inside commands.

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 from spes_p2p.errors import NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm import calls
-from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
+from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE, Daemon
 from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, dial_all, parse_address, said_of
 
 _BACKOFF_PAUSE_SECONDS = 0.5
@@ -48,18 +48,17 @@ class Background:
 
 
 class Connections:
-    """`attach` again to every daemon that takes the place of another."""
+    """Of one peer's daemon; `forget` them when another takes its place."""
 
-    def __init__(self, p2p: P2P, daemon_ended: asyncio.Event, background: Background) -> None:
-        self._p2p, self._daemon_ended, self._background = p2p, daemon_ended, background
+    def __init__(self, daemon: Daemon, background: Background) -> None:
+        self._daemon, self._background = daemon, background
         self.book = AddressBook()
         """Where other peers may be dialled, as far as we know."""
         self._connected: set[PeerId] = set()
         self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def attach(self, p2p: P2P) -> None:
-        """With another daemon nobody is connected yet."""
-        self._p2p = p2p
+    def forget(self) -> None:
+        """Nobody is connected yet."""
         self._connected.clear()
 
     async def reach(self, peer: PeerId, timeout_seconds: float, exchange: Callable[[], Awaitable[T]]) -> T:
@@ -78,18 +77,15 @@ class Connections:
 
     async def _reach(self, peer: PeerId, exchange: Callable[[], Awaitable[T]]) -> T:
         """`exchange` with a connected peer; tried a second time only where the first one sent nothing."""
-        if self._daemon_ended.is_set():
-            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
-        try:
-            if peer in self._connected:
-                with contextlib.suppress(_NothingSent):
-                    return await self._exchange(peer, exchange)
-            await self._connect(peer)
-            return await self._exchange(peer, exchange)
-        except _NothingSent as error:
-            raise await self._why(peer, str(error)) from error
-        except DAEMON_GONE as error:
-            raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
+        with self._daemon.answering():
+            try:
+                if peer in self._connected:
+                    with contextlib.suppress(_NothingSent):
+                        return await self._exchange(peer, exchange)
+                await self._connect(peer)
+                return await self._exchange(peer, exchange)
+            except _NothingSent as error:
+                raise await self._why(peer, str(error)) from error
 
     async def _exchange(self, peer: PeerId, exchange: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -109,18 +105,14 @@ class Connections:
     async def check_refused(self, peer: PeerId) -> bool:
         """See `ports.Transport`."""
         evidence = self.book.evidence(peer)
-        if not evidence or self._daemon_ended.is_set() or await self._is_connected(peer):
+        if not evidence or self._daemon.ended.is_set() or await self._is_connected(peer):
             return False
         return all(found is Dialled.REFUSED for found in await dial_all(evidence))
 
     async def connect(self, peer: PeerId) -> None:
         """Opens a connection where there is none. Raises NetworkError."""
-        if self._daemon_ended.is_set():
-            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
-        try:
+        with self._daemon.answering():
             await self._connect(peer)
-        except DAEMON_GONE as error:
-            raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
 
     async def _connect(self, peer: PeerId) -> None:
         async with self._dialling[peer]:
@@ -137,7 +129,7 @@ class Connections:
         addresses = [address.maddr for address in self.book.known(peer)]
         while True:
             try:
-                await self._p2p._client.connect(identity_of(peer), addresses)
+                await self._daemon.p2p._client.connect(identity_of(peer), addresses)
                 return
             except P2PDaemonError as error:
                 words = str(error)
@@ -173,7 +165,7 @@ class Connections:
 
     async def _connections(self) -> list[tuple[PeerId, tuple[str, int]]]:
         """(peer, (host, port)) of all open connections."""
-        infos = await self._p2p.list_peers()
+        infos = await self._daemon.p2p.list_peers()
         pairs = [(peer_of(info.peer_id), parse_address(str(maddr))) for info in infos for maddr in info.addrs]
         return [(peer, (address.host, address.port)) for peer, address in pairs]
 

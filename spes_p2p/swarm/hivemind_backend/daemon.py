@@ -1,4 +1,4 @@
-"""One libp2p daemon of a run: started in process, with sockets in a folder of its own, ended without leaving anything.
+"""The libp2p daemon of a peer: started in process, with sockets in a folder of its own, ended without leaving anything.
 
 Leaves out what is said through it.
 """
@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hivemind.p2p import P2P
@@ -28,6 +29,9 @@ NO_LOOKUP = "none"
 DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
 """Errors that the daemon's socket raises once the daemon has ended."""
 _MAX_FOLDER_CHARACTERS = 50
+_END_SECONDS = 5.0
+_NOTICED_SECONDS = 0.2
+"""How long to wait for the news that the daemon has ended, after an error that this would explain."""
 _SAID_NOTHING = "Daemon failed to start: None"
 """hivemind's message for a daemon that was killed; otherwise the message contains the daemon's reason."""
 
@@ -88,14 +92,87 @@ def kill_daemon(p2p: P2P) -> None:
             os.kill(p2p._child.pid, signal.SIGKILL)
 
 
-async def until_unusable(p2p: P2P) -> None:
-    """Waits until the daemon ends, or until hivemind no longer reads its answers (which is as bad)."""
-    reading = p2p._client.control._read_task
-    ended = asyncio.ensure_future(p2p._child.wait())
-    try:
-        await asyncio.wait((ended, reading) if reading else (ended,), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        ended.cancel()
+class Daemon:
+    """The daemon of one peer, under one identity: another one may take the place of one that ended."""
+
+    p2p: P2P
+    """That of now."""
+
+    def __init__(self, folder: Scratch, identity_path: Path) -> None:
+        self._folder, self._identity_path = folder, identity_path
+        self.ended = asyncio.Event()
+        """Set while there is none: nothing can be reached."""
+        self._watching: asyncio.Task[None] | None = None
+        """Done when it has ended without us; None while none is meant to run."""
+
+    @property
+    def pid(self) -> int:
+        pid: int = self.p2p._child.pid
+        return pid
+
+    async def start(self, options: dict[str, Any]) -> None:
+        """Raises as `start_daemon`."""
+        self.p2p = await start_daemon(self._folder, identity_path=str(self._identity_path), **options)
+        self._watching = asyncio.create_task(self._watch(self.p2p))
+
+    async def stop(self) -> None:
+        """Ends the daemon, if one runs."""
+        watch, self._watching = self._watching, None
+        if watch is None:
+            return
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await self.p2p.shutdown()
+        except TimeoutError:
+            kill_daemon(self.p2p)
+        await asyncio.wait((watch,), timeout=_END_SECONDS)
+        watch.cancel()
+
+    async def work(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, unless the daemon ends meanwhile: some of hivemind's calls would wait for ever for its answer.
+
+        Raises DaemonEnded then, whatever else its end has broken.
+        """
+        task = asyncio.create_task(work)
+        try:
+            while not task.done() and not self._is_lost():
+                waited = (task,) if self._watching is None else (task, self._watching)
+                await asyncio.wait(waited, timeout=_NOTICED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and isinstance(task.exception(), (*DAEMON_GONE, P2PDaemonError, NetworkError)):
+                await asyncio.sleep(_NOTICED_SECONDS)
+            if self._is_lost():
+                raise daemon_ended()
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+        task.result()
+
+    def require(self) -> None:
+        """Raises NetworkError while there is none."""
+        if self.ended.is_set():
+            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Raises NetworkError where there is none, or where it is gone before it has answered."""
+        self.require()
+        try:
+            yield
+        except DAEMON_GONE as error:
+            raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
+
+    def _is_lost(self) -> bool:
+        return self._watching is not None and self._watching.done()
+
+    async def _watch(self, p2p: P2P) -> None:
+        """Until the daemon ends, or hivemind no longer reads its answers (which is as bad)."""
+        reading = p2p._client.control._read_task
+        ended = asyncio.ensure_future(p2p._child.wait())
+        try:
+            await asyncio.wait((ended, reading) if reading else (ended,), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        self.ended.set()
 
 
 class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):

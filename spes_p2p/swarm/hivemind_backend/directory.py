@@ -24,6 +24,7 @@ from hivemind.p2p import PeerID
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
+from spes_p2p.swarm.hivemind_backend.daemon import Daemon
 from spes_p2p.swarm.ports import Signer, Verifier
 from spes_p2p.swarm.records import bounds_of
 
@@ -92,7 +93,7 @@ class HivemindDirectory:
     _signer: Signer
     _verifier: Verifier
     validator: EnvelopeValidator
-    _daemon_ended: asyncio.Event
+    _daemon: Daemon
     _connect: Callable[[PeerId], Awaitable[None]]
     _is_member: Callable[[PeerId], bool]
 
@@ -113,7 +114,7 @@ class HivemindDirectory:
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
         envelope.check_ttl(ttl_seconds)
-        self._require_daemon()
+        self._daemon.require()
         asked = 0
         try:
             async with asyncio.timeout(_PUBLISH_SECONDS):
@@ -143,10 +144,6 @@ class HivemindDirectory:
         stores = (protocol.call_store(node, [key_id], [packed], expiration, [subkey]) for node in nodes)
         return list(await asyncio.gather(*stores))
 
-    def _require_daemon(self) -> None:
-        if self._daemon_ended.is_set():
-            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
-
     async def _find_own_end(self, key: str) -> None:
         """A record of an earlier life of this peer may end later than what we publish; then nobody takes ours."""
         found = await self._node.get(key, latest=True)
@@ -155,7 +152,7 @@ class HivemindDirectory:
             self._expirations.found(key, own.expiration_time, self._wall_clock())
 
     async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
-        self._require_daemon()
+        self._daemon.require()
         try:
             async with asyncio.timeout(timeout_seconds):
                 found = await self._node.get(key, latest=True)

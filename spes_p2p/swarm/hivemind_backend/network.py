@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,9 @@ from spes_p2p.locks import Scratch
 from spes_p2p.swarm.hivemind_backend.daemon import (
     DAEMON_GONE,
     NO_LOOKUP,
-    daemon_ended,
-    kill_daemon,
+    Daemon,
     socket_folder,
     start_daemon,
-    until_unusable,
 )
 from spes_p2p.swarm.hivemind_backend.dial import is_listing, parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
@@ -47,9 +45,7 @@ from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 DHTProtocol.node_info = dht_pb2.NodeInfo()  # hivemind takes calls before it has set it: until then it has no id to give
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
-_DAEMON_END_SECONDS = 5.0
-_NOTICED_SECONDS = 0.2
-"""How long to wait for the news that the daemon has ended, after an error that this would explain."""
+_LEAVE_SECONDS = 5.0
 _LOOKUP_SECONDS = 3.0
 _MOST_ASKED = 16
 MOST_RESTARTS = 5
@@ -72,9 +68,7 @@ class HivemindNetwork:
     verifier: RsaVerifier
     transport: HivemindTransport
     directory: HivemindDirectory
-    daemon_ended: asyncio.Event
-    """Set while there is no libp2p daemon: nothing can be reached."""
-    daemon_pid: int
+    daemon: Daemon
     client_mode: bool
     """It listens nowhere: told so, or found out that nobody can dial it."""
     reach: Reach = Reach.UNKNOWN
@@ -85,12 +79,12 @@ class HivemindNetwork:
     folder: str
     """Holds the daemon's sockets; temporary."""
 
-    def __init__(self) -> None:
+    def __init__(self, initial_peers: list[str], options: dict[str, Any], wall_clock: Callable[[], float]) -> None:
+        """Nothing runs before `start`. `options`: those of the daemon."""
+        self._initial_peers, self._options, self._wall_clock = initial_peers, options, wall_clock
         self._stack = AsyncExitStack()
         self._life = AsyncExitStack()
         """The daemon of now, and its place in the DHT."""
-        self._watching: asyncio.Future[None] | None = None
-        """Done when the daemon of now has ended without us; None while none is meant to run."""
 
     @classmethod
     async def start(
@@ -110,124 +104,89 @@ class HivemindNetwork:
         not (see `reach`). `wall_clock` is compared with that of the initial peers.
         Raises NetworkError (a reason for each initial peer; DaemonEnded), IdentityInUse, ClockSkewed, ConfigError.
         """
-        self = cls()
-        options = _daemon_options(host_maddrs, announce_maddrs, client_mode)
-        names = tuple(filter(is_listing, announce_maddrs))
+        self = cls(list(initial_peers), _daemon_options(host_maddrs, announce_maddrs, client_mode), wall_clock)
         try:
-            await self._with_daemon(self._start(list(initial_peers), identity_path, options, limits, wall_clock, names))
+            self._take_identity(identity_path)
+            await self.daemon.work(self._start(limits, tuple(filter(is_listing, announce_maddrs))))
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _start(
-        self,
-        initial_peers: list[str],
-        identity_path: Path | None,
-        options: dict[str, Any],
-        limits: StreamLimits,
-        wall_clock: Callable[[], float],
-        names: tuple[str, ...],
-    ) -> None:
+    def _take_identity(self, path: Path | None) -> None:
         self._folder = folder = socket_folder()
         self._stack.callback(folder.remove)
         self.folder = str(folder.path)
-        self._identity = identity = IdentityFile(identity_path or folder.path / "identity")
+        self._identity = identity = IdentityFile(path or folder.path / "identity")
         self._stack.callback(identity.release)
         self.signer, self.verifier = identity.signer, RsaVerifier()
-        if identity.existed and initial_peers:
-            await _check_identity_free(folder, identity, initial_peers, wall_clock)
-        self._initial_peers, self._options, self._wall_clock = initial_peers, options, wall_clock
-        self.client_mode = options["dht_mode"] == "client"
-        self.daemon_ended = asyncio.Event()
-        p2p = await self._start_daemon()
-        self.transport = HivemindTransport(p2p, limits, self.daemon_ended)
+        self.daemon = Daemon(folder, identity.path)
+
+    async def _start(self, limits: StreamLimits, names: tuple[str, ...]) -> None:
+        if self._identity.existed and self._initial_peers:
+            await _check_identity_free(self._folder, self._identity, self._initial_peers, self._wall_clock)
+        self.client_mode = self._options["dht_mode"] == "client"
+        await self._start_daemon()
+        self.transport = HivemindTransport(self.daemon, limits)
         self.transport.own_addresses.names = names
-        await self._attach(p2p)
-        reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
-        if reached and await self._is_hidden(p2p, reached):
-            p2p, reached = await self._hide()
+        await self._attach()
+        reached = await self._meet(self._initial_peers)
+        if reached and await self._is_hidden(reached):
+            reached = await self._hide()
         validator = EnvelopeValidator(self.verifier)
-        node = await self._join_dht(p2p, reached, validator)
+        node = await self._join_dht(reached, validator)
         self.directory = HivemindDirectory(
-            node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connections.connect,
+            node, self.signer, self.verifier, validator, self.daemon, self.transport.connections.connect,
             self.transport.is_member,
         )  # fmt: skip
         self.reached = tuple(reached)
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
 
-    async def _attach(self, p2p: P2P) -> None:
+    async def _start_daemon(self) -> None:
+        await self.daemon.start(self._options)
+        self._life.push_async_callback(self.daemon.stop)
+
+    async def _attach(self) -> None:
         async def start_scout() -> P2P:
             return await start_daemon(self._folder, **_SCOUT | {"dht_mode": NO_LOOKUP})
 
-        await self.transport.attach(p2p, HelloHandler(p2p, self._wall_clock), DialBackHandler(p2p, start_scout))
+        p2p = self.daemon.p2p
+        await self.transport.attach(HelloHandler(p2p, self._wall_clock), DialBackHandler(p2p, start_scout))
 
-    async def _is_hidden(self, p2p: P2P, reached: list[Reached]) -> bool:
+    async def _meet(self, addresses: list[str], again: bool = False) -> list[Reached]:
+        """See `meet`; nobody where there are no addresses."""
+        return await meet(self.daemon.p2p, addresses, self._wall_clock, again=again) if addresses else []
+
+    async def _is_hidden(self, reached: list[Reached]) -> bool:
         """Whether nobody can dial us; not asked where we listen nowhere or on loopback, or were told our address."""
         ports = {parse_address(address).port for address in self.transport.addresses} - {0}
         if not ports or self._options.get("announce_maddrs") or _is_local(self._options["host_maddrs"] or ()):
             return False
-        self.reach, address = await find_reach(p2p, [one.peer for one in reached], sorted(ports))
+        self.reach, address = await find_reach(self.daemon.p2p, [one.peer for one in reached], sorted(ports))
         if self.reach is Reach.PUBLIC and address:
             self.dialled_at = address
             self.transport.own_addresses.note_dialled(address)
         return self.reach is Reach.PRIVATE
 
-    async def _hide(self) -> tuple[P2P, list[Reached]]:
+    async def _hide(self) -> list[Reached]:
         """Another daemon, that listens nowhere, in the place of one that nobody can dial."""
-        await self._life.aclose()
-        self._life = AsyncExitStack()
         self.client_mode = True
         self._options = _daemon_options((), (), client_mode=True)
-        p2p = await self._start_daemon()
-        await self._attach(p2p)
-        self.daemon_ended.clear()
-        return p2p, await meet(p2p, self._initial_peers, self._wall_clock, again=True)
+        await self._end_life()
+        await self._start_daemon()
+        await self._attach()
+        self.daemon.ended.clear()
+        return await self._meet(self._initial_peers, again=True)
 
-    async def _start_daemon(self) -> P2P:
-        p2p = await start_daemon(self._folder, identity_path=str(self._identity.path), **self._options)
-        self.daemon_pid = p2p._child.pid
-        self._watching = watch = asyncio.create_task(_watch(p2p, self.daemon_ended))
-        self._life.push_async_callback(self._end_daemon, p2p, watch)
-        return p2p
+    async def _end_life(self) -> None:
+        await self._life.aclose()
+        self._life = AsyncExitStack()
 
-    async def _end_daemon(self, p2p: P2P, watch: asyncio.Task[None]) -> None:
-        self._watching = None
-        try:
-            async with asyncio.timeout(_DAEMON_END_SECONDS):
-                await p2p.shutdown()
-        except TimeoutError:
-            kill_daemon(p2p)
-        await asyncio.wait((watch,), timeout=_DAEMON_END_SECONDS)
-        watch.cancel()
-
-    async def _with_daemon(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, unless the daemon ends meanwhile: some of hivemind's calls would wait for ever for its answer.
-
-        Raises DaemonEnded then, whatever else its end has broken.
-        """
-        task = asyncio.create_task(work)
-        try:
-            while not task.done() and not self._has_lost_daemon():
-                waited = (task,) if self._watching is None else (task, self._watching)
-                await asyncio.wait(waited, timeout=_NOTICED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and isinstance(task.exception(), (*DAEMON_GONE, P2PDaemonError, NetworkError)):
-                await asyncio.sleep(_NOTICED_SECONDS)
-            if self._has_lost_daemon():
-                raise daemon_ended()
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
-        task.result()
-
-    def _has_lost_daemon(self) -> bool:
-        return self._watching is not None and self._watching.done()
-
-    async def _join_dht(self, p2p: P2P, reached: list[Reached], validator: EnvelopeValidator) -> DHTNode:
+    async def _join_dht(self, reached: list[Reached], validator: EnvelopeValidator) -> DHTNode:
         try:
             node = await DHTNode.create(
-                p2p=p2p,
+                p2p=self.daemon.p2p,
                 initial_peers=[one.address for one in reached] or None,
                 client_mode=self._options["dht_mode"] == "client",
                 record_validator=validator,
@@ -237,7 +196,7 @@ class HivemindNetwork:
             raise NetworkError(
                 f"joining the DHT failed: {error}", fix="try again, or use another initial peer"
             ) from error
-        self._life.push_async_callback(_leave_dht, node, self.daemon_ended)
+        self._life.push_async_callback(_leave_dht, node, self.daemon)
         bound(node.protocol, validator, lambda peer: peer == self.signer.peer_id or self.transport.is_member(peer))
         return node
 
@@ -247,31 +206,30 @@ class HivemindNetwork:
         Where nobody that we knew answers, it founds a DHT of its own, which `Directory.acquaint` joins to the others'.
         Raises NetworkError where it does not start, DaemonEnded where it ends before all of that is done.
         """
-        await self._life.aclose()
-        self._life = AsyncExitStack()
+        await self._end_life()
         try:
-            await self._with_daemon(self._restart())
+            await self.daemon.work(self._restart())
         except DaemonEnded:
-            self.daemon_ended.set()
+            self.daemon.ended.set()
             raise
 
     async def _restart(self) -> None:
         if self._options.get("host_maddrs"):
             self._options["host_maddrs"] = _where_it_was(self._options["host_maddrs"], self.transport.addresses)
-        p2p = await self._start_daemon()
-        await self._attach(p2p)
+        await self._start_daemon()
+        await self._attach()
         known = list(dict.fromkeys((*self.transport.connections.book.texts()[:_MOST_ASKED], *self._initial_peers)))
         reached: list[Reached] = []
         with contextlib.suppress(NetworkError):
-            reached = await meet(p2p, known, self._wall_clock) if known else []
-        self.directory.move_to(await self._join_dht(p2p, reached, self.directory.validator))
-        self.daemon_ended.clear()
+            reached = await self._meet(known)
+        self.directory.move_to(await self._join_dht(reached, self.directory.validator))
+        self.daemon.ended.clear()
 
     async def keep_alive(self, say: Callable[[str], None]) -> None:
         """For ever: starts the daemon again where it ends. Raises NetworkError where that does not help."""
         ends: list[float] = []
         while True:
-            await self.daemon_ended.wait()
+            await self.daemon.ended.wait()
             now = time.monotonic()
             ends = [*(at for at in ends if now - at < RESTARTS_WITHIN_SECONDS), now]
             if len(ends) > MOST_RESTARTS:
@@ -353,14 +311,9 @@ async def _is_found(scout: P2P, peer: PeerId) -> bool:
     return True
 
 
-async def _leave_dht(node: DHTNode, daemon_ended: asyncio.Event) -> None:
+async def _leave_dht(node: DHTNode, daemon: Daemon) -> None:
     """Without its daemon, the node would wait for ever for the end of its handlers."""
-    if not daemon_ended.is_set():
+    if not daemon.ended.is_set():
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DAEMON_END_SECONDS):
+            async with asyncio.timeout(_LEAVE_SECONDS):
                 await node.shutdown()
-
-
-async def _watch(p2p: P2P, ended: asyncio.Event) -> None:
-    await until_unusable(p2p)
-    ended.set()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
 
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2P, P2PContext, ServicerBase
@@ -19,7 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import calls
 from spes_p2p.swarm.hivemind_backend.connections import Background, Connections, identity_of, peer_of
-from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
+from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE, Daemon
 from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
 from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler
@@ -31,13 +30,7 @@ from spes_p2p.swarm.streams import fetch_stream
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
 _SPEED_NAME = f"{NAMESPACE}::speed"
-_BACKOFF_PAUSE_SECONDS = 0.5
 _ADDRESS_REFRESH_SECONDS = 30.0
-_AFTERTHOUGHT_SECONDS = 0.5
-_NEVER_LEFT = ("failed to dial", "dial backoff", "failed to find any peer", "routing: not found", "no addresses")
-"""Error texts of the daemon that mean that nothing was sent, so that it is safe to try again."""
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 class SwarmServicer(ServicerBase):
@@ -81,27 +74,27 @@ class OwnAddresses:
         except ValueError:  # it listens nowhere
             self._visible = ()
 
-    async def follow(self, p2p: P2P, ended: asyncio.Event) -> None:
+    async def follow(self, daemon: Daemon) -> None:
         """As long as this daemon runs."""
         with contextlib.suppress(*DAEMON_GONE):
-            while not ended.is_set():
+            while not daemon.ended.is_set():
                 await asyncio.sleep(_ADDRESS_REFRESH_SECONDS)
-                await self.refresh(p2p)
+                await self.refresh(daemon.p2p)
 
 
 class HivemindTransport:
-    """The Transport of one peer; `attach` before use, and again to every daemon that takes the place of another.
+    """The Transport of one peer; `attach` before use, and again when another daemon has taken the place of one.
 
     More than 20 methods, since the port has so many.
     """
 
-    def __init__(self, p2p: P2P, limits: StreamLimits, daemon_ended: asyncio.Event) -> None:
-        self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
-        self.peer_id = peer_of(p2p.peer_id)
+    def __init__(self, daemon: Daemon, limits: StreamLimits) -> None:
+        self._daemon, self._limits = daemon, limits
+        self.peer_id = peer_of(daemon.p2p.peer_id)
         self._background = Background()
         self._following: asyncio.Task[None] | None = None
         self.own_addresses = OwnAddresses(self.peer_id)
-        self.connections = Connections(p2p, daemon_ended, self._background)
+        self.connections = Connections(daemon, self._background)
         self.traffic = limits.traffic()
         """With this peer's own limits, for what goes other ways too."""
         self._speed_handler = SpeedHandler(self.traffic)
@@ -109,17 +102,17 @@ class HivemindTransport:
         self._is_member: Callable[[PeerId], bool] = lambda peer: False
         self._server: StreamServer | None = None
 
-    async def attach(self, p2p: P2P, hello: HelloHandler, dial_back: DialBackHandler) -> None:
+    async def attach(self, hello: HelloHandler, dial_back: DialBackHandler) -> None:
         """Registers what this peer answers, and starts to follow its own addresses."""
-        self._p2p = p2p
-        self.connections.attach(p2p)
+        p2p = self._daemon.p2p
+        self.connections.forget()
         await SwarmServicer(self, hello, dial_back).add_p2p_handlers(p2p, namespace=NAMESPACE)
         await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
         await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.own_addresses.refresh(p2p)
         if self._following is not None:
             self._following.cancel()
-        self._following = self._background.spawn(self.own_addresses.follow(p2p, self._daemon_ended))
+        self._following = self._background.spawn(self.own_addresses.follow(self._daemon))
 
     def is_member(self, peer: PeerId) -> bool:
         """Whether the handler that serves requests knows `peer` as a member of its run."""
@@ -134,7 +127,7 @@ class HivemindTransport:
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._is_member = is_member
-        self._calls = calls.CallServer(handler, is_member)
+        self._calls = calls.CallServer(handler, self.traffic, is_member)
         self._server = StreamServer(handler, self.traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
@@ -146,7 +139,7 @@ class HivemindTransport:
 
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         calls.check_request(request)
-        stub = SwarmServicer.get_stub(self._p2p, identity_of(peer), namespace=NAMESPACE)
+        stub = SwarmServicer.get_stub(self._daemon.p2p, identity_of(peer), namespace=NAMESPACE)
         self.traffic.count_sent(len(request))
         reply = await self.connections.reach(peer, timeout_seconds, lambda: stub.rpc_call(BytesValue(value=request)))
         self.traffic.count_received(len(reply.value))
@@ -156,8 +149,7 @@ class HivemindTransport:
         self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
     ) -> tuple[bytes, memoryview]:
         async def open_stream() -> Incoming:
-            opened = self.connections.reach(peer, timeout_seconds, lambda: self._open_stream(peer, _STREAM_NAME))
-            return Incoming(*await opened)
+            return Incoming(*await self._open_stream(peer, _STREAM_NAME, timeout_seconds))
 
         return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient)
 
@@ -165,13 +157,15 @@ class HivemindTransport:
         """Bytes a second to or from `peer`, see `speed`. Raises NetworkError, RemoteProtocolError."""
 
         async def open_stream() -> PipeStream:
-            opened = self.connections.reach(peer, timeout_seconds, lambda: self._open_stream(peer, _SPEED_NAME))
-            return PipeStream(*await opened)
+            return PipeStream(*await self._open_stream(peer, _SPEED_NAME, timeout_seconds))
 
         return await measure_speed(open_stream, upload)
 
-    async def _open_stream(self, peer: PeerId, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        _, reader, writer = await self._p2p.call_binary_stream_handler(identity_of(peer), name)
+    async def _open_stream(
+        self, peer: PeerId, name: str, timeout_seconds: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        opening = partial(self._daemon.p2p.call_binary_stream_handler, identity_of(peer), name)
+        _, reader, writer = await self.connections.reach(peer, timeout_seconds, opening)
         return reader, writer
 
     async def check_refused(self, peer: PeerId) -> bool:
@@ -181,13 +175,7 @@ class HivemindTransport:
 
     async def answer(self, caller: PeerId, request: bytes) -> bytes:
         self.connections.heard(caller)
-        served = self._calls
-        if served is None:
-            return calls.NOT_SERVING
-        self.traffic.count_received(len(request))
-        reply = await served.answer(caller, request)
-        self.traffic.count_sent(len(reply))
-        return reply
+        return calls.NOT_SERVING if self._calls is None else await self._calls.answer(caller, request)
 
     async def _serve_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller, server = peer_of(info.peer_id), self._server
