@@ -127,10 +127,8 @@ class History:
 
     def add_round(self, **row: Any) -> None:
         """Adds a round and removes all from it on, which belonged to another history."""
-        self.run("DELETE FROM rounds WHERE round >= ?", (row["round"],))
-        self.run("DELETE FROM peer_rounds WHERE round >= ?", (row["round"],))
-        self.run("DELETE FROM held_out WHERE round >= ?", (row["round"],))
-        self.run("DELETE FROM loads WHERE round >= ?", (row["round"],))
+        for table in ("rounds", "peer_rounds", "held_out", "loads"):
+            self.run(f"DELETE FROM {table} WHERE round >= ?", (row["round"],))
         self._insert("rounds", row)
 
     def add_peer_round(self, **row: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import cache, partial
@@ -28,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spes_p2p import __version__
 from spes_p2p.dashboard.history import History
+from spes_p2p.observe.events import finite
 from spes_p2p.swarm.vitals import PHASES
 
 STATIC = Path(__file__).parent / "static"
@@ -92,7 +92,7 @@ async def _plotly(request: Request) -> Response:
 async def _state(request: Request, history: History, clock: Callable[[], float]) -> Response:
     hours = _number(request.query_params.get("hours"))
     state = await run_in_threadpool(page_state, history, clock(), hours)
-    text = json.dumps(_finite({**state, "program": __version__}), allow_nan=False)
+    text = json.dumps(finite({**state, "program": __version__}), allow_nan=False)
     return Response(text, media_type="application/json")
 
 
@@ -103,15 +103,6 @@ def _number(text: str | None) -> float | None:
     except ValueError:
         return None
     return hours if 0 < hours <= MOST_HOURS else None
-
-
-def _finite(value: Any) -> Any:
-    """`value` with every non-finite number, which JSON cannot hold, replaced by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 async def _news(request: Request, history: History) -> Response:

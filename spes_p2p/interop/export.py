@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,24 +95,15 @@ def trimmed(model: ModelConfig) -> ModelConfig:
 def pieces_of(state: BlockSource, layout: Layout, model: ModelConfig) -> list[Piece]:
     """The tensors to be written, in the order in which they lie on disk."""
     return [
-        Piece(tensor.name, trimmed_tensor.shape, _Loader(state, layout, tensor, trimmed_tensor.shape))
+        Piece(tensor.name, trimmed_tensor.shape, partial(_load, state, layout, tensor, trimmed_tensor.shape))
         for tensor, trimmed_tensor in zip(state_tensors(model), state_tensors(trimmed(model)))
     ]
 
 
-@dataclass(frozen=True)
-class _Loader:
+def _load(state: BlockSource, layout: Layout, tensor: StateTensor, shape: tuple[int, ...]) -> Tensor:
     """Copies one tensor out of the memory-mapped block that holds it, as far as `shape` asks for it."""
-
-    state: BlockSource
-    layout: Layout
-    tensor: StateTensor
-    shape: tuple[int, ...]
-
-    def __call__(self) -> Tensor:
-        block = self.state.block(0 if self.tensor.column is None else 1 + self.tensor.column)
-        view = self.layout.view(block, self.tensor.name)
-        return torch.from_numpy(np.array(view[: self.shape[0]]))
+    block = state.block(0 if tensor.column is None else 1 + tensor.column)
+    return torch.from_numpy(np.array(layout.view(block, tensor.name)[: shape[0]]))
 
 
 def _absent_experts(model: ModelConfig) -> list[Piece]:

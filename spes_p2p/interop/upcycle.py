@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -92,7 +93,7 @@ def upcycle(
     model = ModelConfig(**fields)
     with PublishedWeights.open(dense) as weights:
         source = _Dense(weights, bool(config.tie_word_embeddings), model, how)
-        pieces = [Piece(tensor.name, tensor.shape, _Loader(source, tensor)) for tensor in state_tensors(model)]
+        pieces = [Piece(tensor.name, tensor.shape, partial(source.read, tensor)) for tensor in state_tensors(model)]
         for tensor in state_tensors(model):
             source.check(tensor)
         with storing(output, 0):
@@ -105,15 +106,6 @@ def upcycle(
     with storing(output, 0):
         (output / SECTION_FILE).write_text(start.section())
     return start
-
-
-@dataclass(frozen=True)
-class _Loader:
-    source: _Dense
-    tensor: StateTensor
-
-    def __call__(self) -> Tensor:
-        return self.source.read(self.tensor)
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ KINDS: Mapping[str, type[Event]] = {
 
 def to_json(time: float, event: Event) -> str:
     """One line of `metrics.jsonl`, without the line end."""
-    fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
+    fields = {field.name: finite(getattr(event, field.name)) for field in dataclasses.fields(event)}
     return json.dumps({"event": event.event, "time": time, **fields}, allow_nan=False)
 
 
@@ -207,12 +207,13 @@ def from_json(line: str | bytes) -> tuple[float, Event]:
         raise ValueError(f"not an event: {line!r:.200}") from error
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with every number that is not finite, which JSON cannot hold, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -142,20 +142,13 @@ class Metrics:
         return made if labels else made.labels(**self._labels)
 
 
-class HasRegistry(Protocol):
-    """What can be served."""
-
-    @property
-    def registry(self) -> CollectorRegistry: ...
-
-
 class MetricsServer:
-    """Serves `metrics` on http://host:port/metrics until closed. Port 0: a free one. Raises ConfigError if taken."""
+    """Serves a registry on http://host:port/metrics until closed. Port 0: a free one. Raises ConfigError if taken."""
 
-    def __init__(self, metrics: HasRegistry, port: int, host: str = LOCALHOST) -> None:
+    def __init__(self, registry: CollectorRegistry, port: int, host: str = LOCALHOST) -> None:
         try:
             self._server: WSGIServer
-            self._server, self._thread = start_http_server(port, host, metrics.registry)
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             raise ConfigError(

@@ -94,7 +94,7 @@ async def measuring(
         metrics.show(None)
         say(f"the metrics have stopped: {error!r}")
 
-    server, tasks = MetricsServer(metrics, port, host), Tasks(failed)
+    server, tasks = MetricsServer(metrics.registry, port, host), Tasks(failed)
     tasks.spawn(_keep_looking(metrics, look))
     await asyncio.sleep(0)  # the first look: whoever is told may ask at once
     say(f"metrics: http://{host}:{server.port}/metrics")

@@ -25,7 +25,7 @@ from spes_p2p.files import publish_folder, recover_folders, remove_folder, stori
 from spes_p2p.ids import Hash
 from spes_p2p.locks import FileLock
 from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, hash_tiles, split_hashes
-from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.version import HASHES_FILE, WIRE_FOLDER, Version, WireTiles, block_file, bytes_of, map_block
 
@@ -76,14 +76,13 @@ class StateStore:
             raise StateError(f"{self.directory} has no state of round {round}, only of {self.rounds()}", fix="catch up")
         return self._versions[round]
 
-    def create_initial(self, values: BlockSource | TileSource, round: int = 0) -> Version:
-        """Stores a first version from whole blocks, or from `values(tile)`, which holds no block in memory."""
-        make_tile = values if callable(values) else _tiles_from_blocks(values)
+    def create_initial(self, values: TileSource, round: int = 0) -> Version:
+        """Stores a first version, tile by tile: no block is held in memory."""
         staging = self.stage(round, None)
         with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashes and writes while the next values are made
             pending: deque[Future[Hash]] = deque()
             for tile in self.layout.tiles:
-                pending.append(pool.submit(staging.write_state, tile.id, make_tile(tile)))
+                pending.append(pool.submit(staging.write_state, tile.id, values(tile)))
                 if len(pending) > 2 * HASH_THREADS:
                     pending.popleft().result()
             for future in pending:
@@ -291,17 +290,6 @@ def _locked(path: Path) -> FileLock:
         raise StateError(
             f"{path.parent} is in use by another process", fix="end that process, or choose another folder"
         ) from error
-
-
-def _tiles_from_blocks(source: BlockSource) -> TileSource:
-    held: list[tuple[int, Values]] = []
-
-    def tile_values(tile: Tile) -> Values:
-        if not held or held[0][0] != tile.block:
-            held[:] = [(tile.block, source.block(tile.block))]
-        return held[0][1][tile.start : tile.stop]
-
-    return tile_values
 
 
 def salvaged(folder: Path, round: int, layout: Layout, root: Hash) -> Version | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -62,20 +62,11 @@ class Ranks:
     """The numbers of all ranks' GPUs, where they were chosen here."""
 
 
-def connect(  # noqa: PLR0913 (what torchrun tells a rank)
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    store: Store | None = None,
-    check: Callable[[], None] = _nothing_to_check,
-    explain: Callable[[], None] = _nothing_to_check,
-    watch: Callable[[str], AbstractContextManager[None]] = _nothing_to_watch,
-    progress: Callable[[], None] = _nothing_to_check,
-    cards: tuple[int, ...] = (),
-) -> Ranks:
-    """Joins the process groups; every rank calls it. Without a `store`, MASTER_ADDR and MASTER_PORT tell where."""
+def connect(ranks: Ranks, store: Store | None = None) -> Ranks:
+    """The same in process groups; every rank calls it. Without a `store`, MASTER_ADDR and MASTER_PORT tell where."""
+    rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     if world_size == 1:
-        return Ranks(device=device)
+        return ranks
     import torch.distributed as dist
 
     if device.type == "cuda":
@@ -84,7 +75,7 @@ def connect(  # noqa: PLR0913 (what torchrun tells a rank)
     dist.init_process_group(backend, timeout=ANSWER_TIMEOUT, store=store, rank=rank, world_size=world_size)
     # time-outs are each rank's own: rank 0 never waits long for one that takes a command
     control = dist.new_group(backend="gloo", timeout=ANSWER_TIMEOUT if rank == 0 else _IDLE_TIMEOUT)
-    return Ranks(rank, world_size, device, dist.group.WORLD, control, check, explain, watch, progress, cards)
+    return replace(ranks, group=dist.group.WORLD, control=control)
 
 
 def disconnect(ranks: Ranks) -> None:

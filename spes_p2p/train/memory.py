@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import torch
 
 from spes_p2p.errors import SpesError, first_line
 from spes_p2p.train.ddp import Ranks, least_over_ranks
 
-_MEMINFO = Path("/proc/meminfo")
 _WORDS = "out of memory", "alloc_failed", "can't allocate memory"
 
 
@@ -43,8 +41,8 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     if device.type == "mps":
         most = torch.mps.recommended_max_memory()
         return max(0, most - torch.mps.driver_allocated_memory()), most
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, _available_bytes(total)), total
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
 
 def least_free_and_total_bytes(ranks: Ranks) -> tuple[int, int]:
@@ -68,13 +66,6 @@ def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def _available_bytes(otherwise: int) -> int:
-    if not _MEMINFO.exists():
-        return otherwise
-    lines = (line.split() for line in _MEMINFO.read_text().splitlines())
-    return next((int(parts[1]) * 1024 for parts in lines if parts[0] == "MemAvailable:"), otherwise)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

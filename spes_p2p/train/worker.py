@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import torch
 
 from spes_p2p.config.load import config_from_text
@@ -99,10 +100,9 @@ class Child:
     def is_stopped(self) -> bool:
         """Whether a signal such as SIGSTOP has stopped it."""
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.NoSuchProcess:
             return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def _run(self) -> None:
         try:
@@ -291,11 +291,12 @@ class LocalRanks:
         store = dist.FileStore(str(store_path), world_size)
         self._wait_until_ready(store, world_size)
         device = torch.device(self._device_of(0, device_type))
-        watch = self._watchdog.watching
+        alone = Ranks(
+            0, world_size, device, check=self.check, explain=self.explain, watch=self._watchdog.watching,
+            progress=self._watchdog.progress, cards=self._cards,
+        )  # fmt: skip
         try:
-            self.ranks = connect(
-                0, world_size, device, store, self.check, self.explain, watch, self._watchdog.progress, self._cards
-            )
+            self.ranks = connect(alone, store)
         except RuntimeError:
             self.explain()
             raise
@@ -339,7 +340,7 @@ def ranks_from_environment(device: torch.device) -> Ranks | None:
         return None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = _device_of(int(os.environ.get("LOCAL_RANK", rank)), device.type)
-    return connect(rank, world_size, torch.device(local))
+    return connect(Ranks(rank, world_size, torch.device(local)))
 
 
 def _device_of(number: int, device_type: str) -> str:
@@ -374,7 +375,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(1)
     store = dist.FileStore(arguments[4], world_size)
     store.set(_ready_key(rank), "1")
-    ranks = connect(rank, world_size, torch.device(arguments[2]), store)
+    ranks = connect(Ranks(rank, world_size, torch.device(arguments[2])), store)
     try:
         serve(ranks)
     except Exception:  # noqa: BLE001 (told, and the end of this process)

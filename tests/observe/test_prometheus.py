@@ -45,7 +45,7 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 def test_events_become_metrics() -> None:
     metrics = Metrics("tiny", "anna")
     bus = EventBus(metrics)
-    with closing(MetricsServer(metrics, 0)) as server:
+    with closing(MetricsServer(metrics.registry, 0)) as server:
         for event in (
             STEP, STEP, ROUND, LOAD, Eval(2, 40, 1.25, 4096), Peer("lost", "ben", 2),
             Columns(2, (1, 2), (2,)), Pause(True, "key"), Warning("x"), Error("y"),
@@ -69,11 +69,11 @@ def test_events_become_metrics() -> None:
 
 def test_a_port_that_is_taken_is_one_clear_error() -> None:
     metrics = Metrics("tiny", "anna")
-    with closing(MetricsServer(metrics, 0)) as server:
+    with closing(MetricsServer(metrics.registry, 0)) as server:
         with pytest.raises(ConfigError, match=f"--metrics-port {server.port} is taken"):
-            MetricsServer(metrics, server.port)
+            MetricsServer(metrics.registry, server.port)
         with pytest.raises(ConfigError, match=r"--metrics-port 0 cannot be opened at 192\.0\.2\.1"):
-            MetricsServer(metrics, 0, "192.0.2.1")
+            MetricsServer(metrics.registry, 0, "192.0.2.1")
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_every_metric_is_explained() -> None:
 
 def test_what_a_bootstrap_node_knows_is_served_and_nothing_else() -> None:
     metrics = NodeMetrics("tiny", "anna")
-    with closing(MetricsServer(metrics, 0)) as server:
+    with closing(MetricsServer(metrics.registry, 0)) as server:
         assert scraped(server.port) == {}
         metrics.show(NodeState(10, 20))
         assert scraped(server.port) == {

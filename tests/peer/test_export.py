@@ -41,7 +41,8 @@ ADDRESSES = ("/ip4/203.0.113.7/tcp/31337",)
 def saved(folder: Path, config: Config, step: int = 140, tokenizer: str | None = None) -> Path:
     """The output folder of a peer with one checkpoint."""
     store = StateStore(folder / "run" / "state", layout_of(config))
-    version = store.create_initial(random_state(config)[1], 7)
+    state = random_state(config)[1]
+    version = store.create_initial(lambda tile: state.block(tile.block)[tile.start : tile.stop], 7)
     run = {"run_id": "a-run", "fingerprint": "ab" * 32, "config": published_yaml(config), "tokens": 999}
     save_checkpoint(folder / "checkpoints", version, step, {}, run | {"tokenizer": tokenizer}, 3)
     store.close()

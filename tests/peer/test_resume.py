@@ -30,7 +30,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from tests.sync.chains import A, MadeRun
-from tests.sync.swarm_cases import Blocks, small_config
+from tests.sync.swarm_cases import small_config
 
 torch.set_num_threads(1)
 OWNED = (0, 2)
@@ -216,10 +216,7 @@ class Tip:
         self.manifest = replace(life.commits[round].manifest, column_rounds=handed_out)
         self.inputs = Inputs(folder / "inputs", life.run.layout)
         self.store = life.store
-        moved = {
-            block.index: life.run.initial.block(block.index) + np.float32(0.25) for block in life.run.layout.blocks
-        }
-        self.store.create_initial(Blocks(moved), round)
+        self.store.create_initial(lambda tile: life.run.initial(tile) + np.float32(0.25), round)
 
 
 def test_what_a_checkpoint_has_of_columns_that_were_not_handed_out_since_goes_on(tmp_path: Path) -> None:

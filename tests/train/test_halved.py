@@ -136,7 +136,7 @@ def steps_of_a_rank(rank: int, options: tuple[str, ...], folder: Path) -> tuple[
     """Losses, hashes of all ranks' values, and how many bytes of masters are there in fp32."""
     torch.set_num_threads(1)
     config = small_config(*options, "optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3")
-    ranks = connect(rank, 2, CPU, dist.FileStore(str(folder / "store"), 2)) if folder.exists() else Ranks()
+    ranks = connect(Ranks(rank, 2, CPU), dist.FileStore(str(folder / "store"), 2)) if folder.exists() else Ranks()
     trainer = RankTrainer(config, small_layout(config), ranks, InBf16)
     losses = []
     for step, owned in ((0, (1, 4)), (3, (0, 4, 5))):
