@@ -58,7 +58,6 @@ ARMS = {
     "guests-muon": "guests-16 optimizer.name=muon",
     "guests-muon-int8": "guests-muon sync.codec=int8 sync.guest_codec=int8",
     "guests-muon-int4": "guests-muon sync.codec=int4 sync.guest_codec=int4",
-    "guests-muon-32-int4": "two-periods model.guest_rank=32 optimizer.name=muon sync.codec=int4 sync.guest_codec=int4",
     "guests-muon-8-int4": "two-periods model.guest_rank=8 optimizer.name=muon sync.codec=int4 sync.guest_codec=int4",
     "guests-muon-4-int4": "two-periods model.guest_rank=4 optimizer.name=muon sync.codec=int4 sync.guest_codec=int4",
     "guests-often-muon-int4": "guests-often optimizer.name=muon sync.codec=int4 sync.guest_codec=int4",
