@@ -156,8 +156,8 @@ def test_who_names_all_others_lost_reduces_nothing(folder: Path, reason: str) ->
     in_swarm(folder, play, small_config(*CLIP, peers=5))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("codec", ["int8", "fp32", "bf16"])
 def test_nobody_honest_is_refused_in_many_rounds(folder: Path, codec: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm)
@@ -170,7 +170,7 @@ def test_nobody_honest_is_refused_in_many_rounds(folder: Path, codec: str) -> No
     in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=1", f"sync.codec={codec}", peers=5))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("where", ["its own values", "the committed state"])
 def test_damage_at_one_who_audits_is_no_lie_of_others(folder: Path, where: str, codec: str) -> None:

@@ -162,7 +162,7 @@ def alike(round: int, block: int, values: Values) -> Values:
     return values + np.float32(0.5) * np.random.default_rng(block).standard_normal(values.shape, np.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_one_that_lies_is_left_out_of_what_enough_others_train(folder: Path, setting: str) -> None:
     config = small_config(

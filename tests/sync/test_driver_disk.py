@@ -188,6 +188,7 @@ async def crash_in(swarm: MemorySwarm, names: str, steps: str, after: bool) -> N
     await asyncio.gather(*(swarm.add(name) for name in names))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("names", ["b", "abc"])
 @pytest.mark.parametrize(("step", "after"), [("chain", False), ("chain", True), ("publish", True)])
 def test_a_crash_between_certificate_and_state(folder: Path, names: str, step: str, after: bool) -> None:

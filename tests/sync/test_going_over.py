@@ -99,16 +99,16 @@ def work_of(life: PretendPeer, round: int, block: int) -> Values:
 
 
 VARIANTS = [
+    pytest.param(("sync.codec=int8", "sync.expert_codec=int4", "sync.expert_rounds=2"), 12.0, id="turns"),
     pytest.param((), 0.0, id="at once"),
     pytest.param((), 12.0, id="after a few steps"),
     pytest.param(("sync.overlap=true",), 12.0, id="overlap"),
     pytest.param(("sync.outer=nesterov",), 12.0, id="outer"),
     pytest.param(("sync.codec=int8", "sync.expert_codec=int4"), 12.0, id="lossy"),
-    pytest.param(("sync.codec=int8", "sync.expert_codec=int4", "sync.expert_rounds=2"), 12.0, id="turns"),
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("overrides", "after"), VARIANTS)
 def test_a_round_made_alone_is_counted_by_the_others_next_one(
     folder: Path, overrides: tuple[str, ...], after: float

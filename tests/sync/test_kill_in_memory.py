@@ -88,7 +88,7 @@ async def bring_back(swarm: MemorySwarm, name: str) -> None:
     await until(counts(swarm, name))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("step", LEADER_STEPS + MEMBER_STEPS)
 def test_a_peer_is_killed_at_a_step(folder: Path, step: str) -> None:
     """First the leader, then, where others pass the step too, one that is not."""

@@ -41,6 +41,7 @@ def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
     return swarm.peers[PeerId(name)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["settle", "chain", "publish"])
 def test_a_disk_that_is_full_in_the_middle_of_a_commit(folder: Path, where: str) -> None:
     """Residuals are settled before the certificate is on disk: both may have to be done again."""

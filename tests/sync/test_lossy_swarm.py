@@ -79,7 +79,7 @@ FAULTY = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", FAULTY, ids=" ".join)
 def test_the_books_are_right_while_peers_die_come_back_and_leave(folder: Path, codec: tuple[str, ...]) -> None:
     """Reducers change, ballots are tried again, a column passes to its second owner and to a stranger."""

@@ -158,6 +158,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("more", VARIANTS, ids=" ".join)
 def test_every_round_is_what_the_oracle_says(folder: Path, more: tuple[str, ...]) -> None:
     async def play(swarm: MemorySwarm) -> None:
@@ -180,6 +181,7 @@ LOSSY = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("more", LOSSY, ids=" ".join)
 def test_every_round_is_what_the_books_say(folder: Path, more: tuple[str, ...]) -> None:
     """With rounding and with turns: the step is made on what was handed out, to the bit; merges come after it."""

@@ -147,6 +147,7 @@ def test_the_bound_on_steps_ahead(folder: Path, steps: int, monkeypatch: pytest.
     in_swarm(folder, play, small_config(OVERLAP, f"sync.overlap_steps={steps}"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", ["int8", "topk"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_lossy_codecs_and_turns_keep_their_books(folder: Path, codec: str, turns: int) -> None:
