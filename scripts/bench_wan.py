@@ -143,7 +143,7 @@ def _formula(arguments: argparse.Namespace) -> Traffic:
 
 def _show(codec: Codec, arguments: argparse.Namespace, found: list[Measured]) -> None:
     formula = _formula(arguments)
-    up, down = formula.bytes_up(codec), formula.bytes_down(codec)
+    up, down = formula.up.bytes_in(codec), formula.down.bytes_in(codec)
     sent = statistics.mean(one.bytes_up for one in found)
     limit = max(max(8e-6 * m.bytes_up / arguments.up, 8e-6 * m.bytes_down / arguments.down) for m in found)
     sync = statistics.median(one.sync_seconds for one in found)

@@ -13,9 +13,9 @@ from spes_p2p.dashboard.history import SLOT_SECONDS, History, Load
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import short
 from spes_p2p.observe import events as on
-from spes_p2p.observe.metrics import Ema
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
 from spes_p2p.observe.text import line
+from spes_p2p.observe.view import PeerView
 from spes_p2p.swarm.vitals import PHASES
 
 
@@ -54,14 +54,15 @@ class _Fold:
 
     def __init__(self, name: str, history: History) -> None:
         self._name, self._history = name, history
-        self._loss, self._speed = Ema(), Ema(0.3)
+        self._view = PeerView()
         self._losses: list[float] = []
         self._loads: list[on.ExpertLoad] = []
-        self._step = self._round = self._trained = self._round_trained = self._sent = self._received = 0
+        self._trained = self._round_trained = self._sent = self._received = 0
         self._first = self._last = self._slot = 0.0
 
     def apply(self, time: float, event: on.Event) -> None:
         self._first, self._last = self._first or time, time
+        self._view.apply(time, event)
         match event:
             case on.Step():
                 self._apply_step(time, event)
@@ -79,12 +80,13 @@ class _Fold:
 
     def end(self) -> None:
         """What the page shows of the peer, as of its last event."""
+        view = self._view
         self._history.set_peer(
             self._name,
             {
-                "state": "replay", "version": "", "round": self._round, "step": self._step, "tokens": self._trained,
-                "tokens_per_second": self._speed.value or 0.0, "owned": [], "seen_at": self._last,
-                "joined_at": self._first, "reach": "", "phase": "", "device": "", "loss": self._loss.value,
+                "state": "replay", "version": "", "round": view.round, "step": view.step, "tokens": self._trained,
+                "tokens_per_second": view.tokens_per_second.value or 0.0, "owned": [], "seen_at": self._last,
+                "joined_at": self._first, "reach": "", "phase": "", "device": "", "loss": view.smooth_loss.value,
                 "sent": self._sent, "received": self._received,
             },
         )  # fmt: skip
@@ -94,19 +96,18 @@ class _Fold:
 
     def _apply_step(self, time: float, event: on.Step) -> None:
         self._losses.append(event.loss)
-        self._step, self._trained = event.step, self._trained + event.tokens
+        self._trained += event.tokens
         self._round_trained += event.tokens
-        loss, speed = self._loss.add(event.loss), self._speed.add(event.tokens_per_second)
         if time - self._slot >= SLOT_SECONDS / 2:  # a slot takes one; the last one of a run is not worth a row
             self._slot = time
             total = self._history.rows("SELECT MAX(tokens) FROM rounds")[0][0] or 0
             self._history.add_sample(
-                peer=self._name, at=time, loss=loss, tokens_per_second=speed, sent=self._sent,
+                peer=self._name, at=time, loss=self._view.smooth_loss.value,
+                tokens_per_second=self._view.tokens_per_second.value, sent=self._sent,
                 received=self._received, tokens=total,
             )  # fmt: skip
 
     def _apply_round(self, time: float, event: on.Round) -> None:
-        self._round, self._step = event.round, event.step
         self._sent += event.bytes_sent + event.data_bytes_sent
         self._received += event.bytes_received + event.data_bytes_received
         known = self._history.rows("SELECT name FROM rounds WHERE round = ?", (event.round,))

@@ -18,6 +18,7 @@ from spes_p2p.exchange.requests import Request, pack_request
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.ports import Transport
 
+T = TypeVar("T")
 LEAST_BYTES_PER_SECOND = 32 * 2**10
 LONGEST_STALLS = 6
 """Longest time for a small fetch, as a multiple of the time that a stream may pause."""
@@ -88,9 +89,6 @@ async def ask_small(
     packed, limit = pack_request(request), LONGEST_STALLS * stall_seconds
     _, data = await fetch_within(transport, holder, packed, stall_seconds, max_bytes, lambda: limit)
     return bytes(data)
-
-
-T = TypeVar("T")
 
 
 async def first_good(

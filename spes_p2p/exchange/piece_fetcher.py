@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -21,6 +21,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.patience import NeverEnding, Patience, ask_small, fetch_within, first_good
 from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PiecesHead, given_pieces
 from spes_p2p.exchange.requests import MAX_PIECES_AT_ONCE, CatalogueRequest, PiecesRequest, pack_request
+from spes_p2p.exchange.transfers import InThread
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
@@ -55,7 +56,6 @@ Take = Callable[[Sequence[tuple[int, bytes]]], None]
 """Is given checked pieces as (number, bytes and proof); called in a thread."""
 Tell = Callable[[PeerId, str], None]
 """Is told whom a person should know of, and why."""
-InThread = Callable[[Callable[[], object]], Awaitable[object]]
 
 
 class Web(Protocol):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,16 +35,25 @@ from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.moments import Moments
+from spes_p2p.state.staging import Staging
+from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
+T = TypeVar("T")
 TILES_A_FETCH = 4
 """Tiles asked for at once where they are small: large enough for the way, small enough for the memory of both sides."""
 IN_FLIGHT_BYTES = 32 * 2**20
 """What tiles that are being fetched may take of memory; four streams there are in any case."""
 TakeTiles = Callable[[list[tuple[int, memoryview, Hash]]], Awaitable[None]]
 """Is given tiles as (id, bytes, hash), the bytes checked."""
+
+
+class InThread(Protocol):
+    """Runs work in a thread and gives its result: `asyncio.to_thread`, `Tasks.in_thread`."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class WrongSize(RemoteProtocolError):
@@ -321,6 +330,30 @@ class Transfers:
     def _at_once(self, tile_bytes: int) -> int:
         """How many tiles of this size to ask for at once: who has them copies them together."""
         return max(1, min(TILES_A_FETCH, requests.MAX_JOINED_BYTES // tile_bytes))
+
+
+async def fill_state(
+    staging: Staging,
+    wanted: Mapping[int, Hash],
+    store: StateStore,
+    transfers: Transfers,
+    holders: Sequence[PeerId],
+    in_thread: InThread,
+    report: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Brings the tiles of a state into its staging that it lacks: from this disk where they are, else from the holders.
+
+    `report` is told of bytes that are there now. Raises NetworkError where nobody has some, StorageFull.
+    """
+
+    async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+        await in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
+        report(sum(len(data) for _, data, _ in tiles))
+
+    absent = {tile_id: name for tile_id, name in wanted.items() if not staging.has(tile_id)}
+    await take(await in_thread(lambda: list(store.recall(absent))))
+    missing = {tile_id: name for tile_id, name in absent.items() if not staging.has(tile_id)}
+    await transfers.tiles(missing, holders, take, spread=True)
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:

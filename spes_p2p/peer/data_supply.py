@@ -23,6 +23,7 @@ from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.exchange.transfers import InThread
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.live import TRAINING
 from spes_p2p.observe.metrics import bytes_text
@@ -34,7 +35,6 @@ from spes_p2p.peer.web_data import mirrors_of
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import PeerRecord
-from spes_p2p.sync.catch_up import InThread
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TypeVar
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.exchange.transfers import Transfers, fill_state
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.layout import VALUE_BYTES
@@ -162,23 +162,19 @@ class _Fetching:
         return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:
-        manifest, store = commit.manifest, self._store
+        manifest, store, label = commit.manifest, self._store, commit.manifest.state_root.hex()
         theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
-        wanted = dict(enumerate(theirs))
-        known = await asyncio.to_thread(lambda: list(store.recall(wanted)))  # of a try before, for an earlier round
-        staging = store.stage(manifest.round, None)
+        staging = store.staged(manifest.round, label) or store.stage(manifest.round, None, label)  # of a try before
         total = store.layout.num_values * VALUE_BYTES
-        done = 0
+        done = VALUE_BYTES * sum(tile.size for tile in store.layout.tiles if staging.has(tile.id))
 
-        async def take(tiles: Sequence[tuple[int, bytes | memoryview, Hash]]) -> None:
+        def report(size: int) -> None:
             nonlocal done
-            await asyncio.to_thread(lambda: [staging.write_state(*tile) for tile in tiles])
-            done += sum(len(data) for _, data, _ in tiles)
+            done += size
             self._report(done, total)
 
-        await take(known)
-        missing = {tile_id: wanted[tile_id] for tile_id in wanted.keys() - {tile_id for tile_id, _, _ in known}}
-        await self._transfers.tiles(dict(sorted(missing.items())), holders, take, spread=True)
+        wanted = dict(enumerate(theirs))
+        await fill_state(staging, wanted, store, self._transfers, holders, asyncio.to_thread, report)
         return await asyncio.to_thread(partial(_published, staging))
 
 

@@ -19,7 +19,7 @@ same for any model, 130 KB a round and peer among four, and 900 bytes a heartbea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spes_p2p.codecs.sizes import CODECS, Codec, DenseCodec, bytes_a_value
 from spes_p2p.config.schema import Config, steps_per_round_at
@@ -29,32 +29,28 @@ DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
+class OneWay:
+    """Values that go one way in a round: of the shared parameters, of expert columns, and of what guests trained."""
+
+    shared: float = 0.0
+    columns: float = 0.0
+    guests: float = 0.0
+
+    @property
+    def values(self) -> float:
+        return self.shared + self.columns + self.guests
+
+    def bytes_in(self, codec: Codec, expert_codec: Codec | None = None, guest_codec: DenseCodec = "bf16") -> float:
+        columns = self.columns * bytes_a_value(expert_codec or codec)
+        return self.shared * bytes_a_value(codec) + columns + self.guests * bytes_a_value(guest_codec)
+
+
+@dataclass(frozen=True)
 class Traffic:
-    """Values that one peer sends and receives in a round, of the shared parameters and of expert columns."""
+    """What one peer sends and receives in a round."""
 
-    up_shared: float
-    up_columns: float
-    down_shared: float
-    down_columns: float
-    up_guests: float = 0.0
-    down_guests: float = 0.0
-    guest_codec: DenseCodec = "bf16"
-
-    @property
-    def up_values(self) -> float:
-        return self.up_shared + self.up_columns + self.up_guests
-
-    @property
-    def down_values(self) -> float:
-        return self.down_shared + self.down_columns + self.down_guests
-
-    def bytes_up(self, codec: Codec, expert_codec: Codec | None = None) -> float:
-        columns = self.up_columns * bytes_a_value(expert_codec or codec)
-        return self.up_shared * bytes_a_value(codec) + columns + self.up_guests * bytes_a_value(self.guest_codec)
-
-    def bytes_down(self, codec: Codec, expert_codec: Codec | None = None) -> float:
-        columns = self.down_columns * bytes_a_value(expert_codec or codec)
-        return self.down_shared * bytes_a_value(codec) + columns + self.down_guests * bytes_a_value(self.guest_codec)
+    up: OneWay
+    down: OneWay
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,14 @@ def round_traffic(sizes: Sizes, spread: Spread, column_rounds: int = 1, fragment
     """
     others, replicas, owned = spread.peers - 1, spread.replicas, spread.owned
     if not others:
-        return Traffic(0.0, 0.0, 0.0, 0.0)
+        return Traffic(OneWay(), OneWay())
     share, column = 2 * others / spread.peers * sizes.shared / fragments, sizes.column / column_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
     coordinates = sizes.coordinates / column_rounds
-    guests = (spread.covered - owned) * coordinates, owned * (spread.peers - replicas) / replicas * coordinates
-    return Traffic(share, up, share, down, *guests)
+    guests_up = (spread.covered - owned) * coordinates
+    guests_down = owned * (spread.peers - replicas) / replicas * coordinates
+    return Traffic(OneWay(share, up, guests_up), OneWay(share, down, guests_down))
 
 
 def sync_costs(
@@ -130,12 +127,16 @@ def sync_costs(
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
     traffic = round_traffic(sizes, spread, config.sync.column_rounds, config.sync.fragments)
-    traffic = replace(traffic, guest_codec=config.sync.guest_codec)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     hidden = 0.0 if training is None else training * _overlapped(config)
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
-    return tuple(_cost(shared, columns, traffic, link, training, hidden) for shared, columns in pairs)
+    found = []
+    for shared, columns in pairs:
+        up, down = (way.bytes_in(shared, columns, config.sync.guest_codec) for way in (traffic.up, traffic.down))
+        name = shared if shared == columns else f"{shared}, experts {columns}"
+        found.append(_cost(name, up, down, link, training, hidden))
+    return tuple(found)
 
 
 def stored_bytes(config: Config) -> int:
@@ -156,14 +157,13 @@ def _overlapped(config: Config) -> float:
 
 
 def _cost(
-    shared: Codec, columns: Codec, traffic: Traffic, link: Link, training_seconds: float | None, hidden_seconds: float
+    name: str, up: float, down: float, link: Link, training_seconds: float | None, hidden_seconds: float
 ) -> SyncCost:
-    up, down = traffic.bytes_up(shared, columns), traffic.bytes_down(shared, columns)
+    """`up`, `down`: bytes."""
     seconds = link.seconds(up, down) if link.is_known else None
     share = per_day = None
     if seconds is not None and training_seconds is not None:
         waits = max(0.0, seconds - hidden_seconds)
         share = waits / (waits + training_seconds)
         per_day = (up + down) * DAY_SECONDS / (waits + training_seconds)
-    name = shared if shared == columns else f"{shared}, experts {columns}"
     return SyncCost(name, up, down, seconds, share, per_day)

@@ -183,7 +183,7 @@ class Staging:
             )
             both = enumerate(zip(self.finished.tile_hashes, before))
             changed = {at: ours for at, (ours, other) in both if ours != other}
-            paths = {self.areas.state.path(self.layout.tiles[tile_id].block) for tile_id in changed}
+            paths = {self.areas.state.block_path(self.layout.tiles[tile_id].block) for tile_id in changed}
             if any(path.stat().st_nlink > 1 for path in paths):  # not ours alone: never write there
                 raise gone
             self.areas.state = TileArea(self.folder, self.layout, changed)
@@ -195,7 +195,7 @@ class Staging:
             self.areas.state.forget(tuple(self.areas.state.hashes))
         for block in self.layout.blocks:
             if not self.areas.state.has_block(block.index):
-                self.areas.state.path(block.index).unlink(missing_ok=True)
+                self.areas.state.block_path(block.index).unlink(missing_ok=True)
 
     def publish(self) -> Version:
         """Makes the finished staging the store's version of its round, at once; this object ends."""

@@ -12,40 +12,34 @@ from numpy.typing import NDArray
 from spes_p2p.errors import LocalProtocolError, StateError
 from spes_p2p.files import link_or_copy, reserve, storing, sync, write_at
 from spes_p2p.ids import Hash
-from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
-from spes_p2p.state.version import DTYPE, Version, block_file, bytes_of, map_block, map_bytes
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile
+from spes_p2p.state.version import DTYPE, TileFiles, Version, bytes_of
 
 TileData = NDArray[np.float32] | bytes | memoryview
 """Values of one tile: flat fp32, or their little-endian bytes."""
 
 
-class TileArea:
+class TileArea(TileFiles):
     """Block files in one folder with the tiles that were written so far: values, or what is handed out of them."""
 
     def __init__(
         self, folder: Path, layout: Layout, hashes: dict[int, Hash] | None = None, encoded: bool = False
     ) -> None:
-        self.folder = folder
-        self.layout = layout
+        super().__init__(folder, layout, encoded)
         self.hashes = hashes or {}
         self._ids = {tile_hash: tile_id for tile_id, tile_hash in self.hashes.items()}
         self._files = {layout.tiles[tile_id].block for tile_id in self.hashes}
         self._filled: set[int] = set()
-        self._maps: dict[int, Values] = {}
-        self._encoded = encoded
         self._lock = threading.Lock()
-
-    def path(self, block: int) -> Path:
-        return self.folder / block_file(block)
 
     def write(self, tile: Tile, data: memoryview, tile_hash: Hash) -> None:
         with self._lock:
             if tile.block not in self._files:
                 with storing(self.folder, 0):
                     self.folder.mkdir(exist_ok=True)
-                reserve(self.path(tile.block), self._block_bytes(tile.block))
+                reserve(self.block_path(tile.block), self._block_bytes(tile.block))
                 self._files.add(tile.block)
-        write_at(self.path(tile.block), self._offset(tile), data)
+        write_at(self.block_path(tile.block), self._offset(tile), data)
         self.hashes[tile.id] = tile_hash
         self._ids[tile_hash] = tile.id
         self._filled.discard(tile.id)
@@ -54,33 +48,11 @@ class TileArea:
         """Completes a block file with the bytes that `missing(tile id)` gives for the tiles not written."""
         for tile in self.layout.tiles_of(block):
             if tile.id not in self.hashes and tile.id not in self._filled:
-                write_at(self.path(block), tile.start * VALUE_BYTES, missing(tile.id))
+                write_at(self.block_path(block), tile.start * VALUE_BYTES, missing(tile.id))
                 self._filled.add(tile.id)
 
     def has_block(self, block: int) -> bool:
         return block in self._files
-
-    def block(self, block: int) -> Values:
-        if block not in self._maps:
-            self._maps[block] = map_block(self.path(block), self.layout.blocks[block].size)
-        return self._maps[block]
-
-    def tile(self, tile_id: int) -> memoryview:
-        tile = self.layout.tiles[tile_id]
-        if not self._encoded:
-            return bytes_of(self.block(tile.block)[tile.start : tile.stop])
-        start = self._offset(tile)
-        return map_bytes(self.path(tile.block), self._block_bytes(tile.block))[start : start + self.tile_bytes(tile)]
-
-    def tile_bytes(self, tile: Tile) -> int:
-        """Length of a tile here."""
-        return self.layout.wire_bytes(tile) if self._encoded else tile.size * VALUE_BYTES
-
-    def _offset(self, tile: Tile) -> int:
-        return self.layout.wire_offset(tile) if self._encoded else tile.start * VALUE_BYTES
-
-    def _block_bytes(self, block: int) -> int:
-        return self.layout.wire_block_bytes(block) if self._encoded else self.layout.blocks[block].size * VALUE_BYTES
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         tile_id = self._ids.get(tile_hash, -1)
@@ -94,11 +66,11 @@ class TileArea:
             self._files.discard(block)
             self._maps.pop(block, None)
             self._filled.difference_update(self.layout.tile_ids_of(block))
-            self.path(block).unlink()
+            self.block_path(block).unlink()
 
     def sync(self) -> None:
         for block in self._files:
-            sync(self.path(block))
+            sync(self.block_path(block))
 
 
 class Areas:
@@ -144,7 +116,7 @@ class Areas:
 
     def complete(self, block: int) -> None:
         """Makes the block file of the new state whole. Raises StateError where a tile has no value at all."""
-        path = self.state.path(block)
+        path = self.state.block_path(block)
         if self.state.has_block(block):
             self.state.fill(block, self.before_merge)
             return
@@ -152,7 +124,7 @@ class Areas:
         area = self.values_of(block)
         if area.has_block(block):
             area.fill(block, self.before_merge)
-            link_or_copy(area.path(block), path)
+            link_or_copy(area.block_path(block), path)
         elif self._parent is not None:
             link_or_copy(self._parent.block_path(block), path)
         elif self._layout.blocks[block].size == 0:

@@ -25,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spes_p2p.errors import LocalProtocolError, StateError, StorageFull, TileDamaged
 from spes_p2p.files import link_or_copy, reserve, storing, write_at, write_into
@@ -68,40 +69,60 @@ def map_block(path: Path, size: int) -> Values:
     return map_file(path, size * VALUE_BYTES).view(DTYPE)
 
 
-def map_bytes(path: Path, size: int) -> memoryview:
-    """The first `size` bytes of a file as a read-only map."""
-    return map_file(path, size).data
-
-
 def bytes_of(values: Values) -> memoryview:
     """The bytes of contiguous values, without a copy."""
     return values.data.cast("B") if values.size else memoryview(b"")
 
 
-class WireTiles:
-    """What a round handed out, in the folder `wire` of its version."""
+class TileFiles:
+    """The tiles in the block files of a folder, mapped: their values, or what a round hands out (`encoded`)."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(self, folder: Path, layout: Layout, encoded: bool = False) -> None:
         self.folder = folder
-        self._layout = layout
-        self._maps: dict[int, memoryview] = {}
+        self.layout = layout
+        self._encoded = encoded
+        self._maps: dict[int, NDArray[np.uint8]] = {}
+
+    def block_path(self, index: int) -> Path:
+        """The file of a block."""
+        return self.folder / block_file(index)
+
+    def block(self, index: int) -> Values:
+        """The values of a block, read-only, shape [block size]; stays good when the file goes."""
+        return self._mapped(index).view(DTYPE)
+
+    def tile(self, tile_id: int) -> memoryview:
+        """The bytes of a tile."""
+        tile = self.layout.tiles[tile_id]
+        start = self._offset(tile)
+        return self._mapped(tile.block)[start : start + self.tile_bytes(tile)].data
+
+    def tile_bytes(self, tile: Tile) -> int:
+        """Length of a tile here."""
+        return self.layout.wire_bytes(tile) if self._encoded else tile.size * VALUE_BYTES
+
+    def _offset(self, tile: Tile) -> int:
+        return self.layout.wire_offset(tile) if self._encoded else tile.start * VALUE_BYTES
+
+    def _block_bytes(self, block: int) -> int:
+        return self.layout.wire_block_bytes(block) if self._encoded else self.layout.blocks[block].size * VALUE_BYTES
+
+    def _mapped(self, index: int) -> NDArray[np.uint8]:
+        if index not in self._maps:
+            self._maps[index] = map_file(self.block_path(index), self._block_bytes(index))
+        return self._maps[index]
+
+
+class WireTiles(TileFiles):
+    """What a round handed out, in the folder `wire` of its version."""
 
     @cached_property
     def hashes(self) -> tuple[Hash, ...]:
         """The wire hash of each tile; NO_HASH for tiles that the round did not hand out (or dropped since)."""
         try:
-            return _read_hashes(self.folder / HASHES_FILE, self._layout)
+            return _read_hashes(self.folder / HASHES_FILE, self.layout)
         except StateError:  # dropped, or unreadable: others hand these tiles out as well
-            return (NO_HASH,) * len(self._layout.tiles)
-
-    def tile(self, tile_id: int) -> memoryview:
-        """The bytes of a tile that was handed out."""
-        tile = self._layout.tiles[tile_id]
-        if tile.block not in self._maps:
-            path = self.folder / block_file(tile.block)
-            self._maps[tile.block] = map_bytes(path, self._layout.wire_block_bytes(tile.block))
-        start = self._layout.wire_offset(tile)
-        return self._maps[tile.block][start : start + self._layout.wire_bytes(tile)]
+            return (NO_HASH,) * len(self.layout.tiles)
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The bytes with this hash, or None. They are hashed first."""
@@ -123,20 +144,18 @@ class WireTiles:
         return {tile_hash: at for at, tile_hash in enumerate(self.hashes) if tile_hash != NO_HASH}
 
 
-class Version:
+class Version(TileFiles):
     """Read access to one version. Raises StateError where a file is missing or has the wrong length."""
 
     def __init__(self, folder: Path, round: int, layout: Layout) -> None:
-        self.folder = folder
+        super().__init__(folder, layout)
         self.round = round
-        self.layout = layout
-        self._maps: dict[int, Values] = {}
-        self.wire = WireTiles(folder / WIRE_FOLDER, layout.in_round(round))
+        self.wire = WireTiles(folder / WIRE_FOLDER, layout.in_round(round), encoded=True)
         self._files: dict[int, tuple[int, int]] = {}
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)
             self._files[block.index] = _identity(os.stat(folder / block_file(block.index)))
-            self.block(block.index)  # at once: another history's version may take the folder's place
+            self._mapped(block.index)  # at once: another history's version may take the folder's place
         self._hashes_file = _identity(os.stat(folder / HASHES_FILE)) if (folder / HASHES_FILE).is_file() else None
         self.tile_hashes = _read_hashes(folder / HASHES_FILE, layout)
         self.root = layout.root_of(self.tile_hashes)
@@ -147,21 +166,6 @@ class Version:
     def wire_hashes(self) -> tuple[Hash, ...]:
         """The wire hash of each tile; NO_HASH for tiles that the round did not hand out (or dropped since)."""
         return self.wire.hashes
-
-    def block_path(self, index: int) -> Path:
-        """The file of a block."""
-        return self.folder / block_file(index)
-
-    def block(self, index: int) -> Values:
-        """The values of a block, read-only, shape [block size]; the map outlives `StateStore.drop`."""
-        if index not in self._maps:
-            self._maps[index] = map_block(self.block_path(index), self.layout.blocks[index].size)
-        return self._maps[index]
-
-    def tile(self, tile_id: int) -> memoryview:
-        """The bytes of a tile of the state."""
-        tile = self.layout.tiles[tile_id]
-        return bytes_of(self.block(tile.block)[tile.start : tile.stop])
 
     def sound_tile(self, tile_id: int) -> memoryview:
         """The bytes of a tile of the state, hashed first: damage must not spread. Raises TileDamaged."""

@@ -331,15 +331,14 @@ class MemoryDirectory:
     def __init__(self, network: MemoryNetwork, owner: MemoryPeer) -> None:
         self._network, self._owner = network, owner
         self._replica: dict[str, dict[PeerId, _Stored]] = {}
-        self._expirations: dict[str, float] = {}
+        self._expirations = envelope.Expirations()
         self.dropped = 0
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
         envelope.check_ttl(ttl_seconds)
         await self._round_trip()
         now = asyncio.get_running_loop().time()
-        expiration = max(now + ttl_seconds, self._expirations.get(key, 0.0))
-        self._expirations[key] = expiration
+        expiration = self._expirations.next(key, ttl_seconds, now)
         data = envelope.seal(self._owner.signer, key, value, expiration)
         for peer in self._network.reachable(self._owner.peer_id):
             peer.directory.store(key, self._owner.peer_id, data, expiration)

@@ -116,7 +116,7 @@ class Pipe:
     async def write(self, data: bytes | memoryview) -> None:
         await self._roads.passable(self._sender, self._receiver)
         while len(self._coming) + len(self._pieces) >= _WINDOW_PIECES and not self._ended:
-            await self._wait()
+            await self._changed.wait()
         if self._ended:
             raise PeerClosed(f"the stream to {self._receiver} was cut")
         piece = bytes(data)
@@ -146,7 +146,7 @@ class Pipe:
     async def read(self, max_bytes: int) -> bytes:
         await self._roads.passable(self._sender, self._receiver)
         while not self._pieces and not self._ended:
-            await self._wait()
+            await self._changed.wait()
         if not self._pieces:
             return b""
         piece = self._pieces.popleft()
@@ -160,9 +160,6 @@ class Pipe:
         """Nothing more arrives; what has arrived can still be read."""
         self._ended = True
         self._wake()
-
-    async def _wait(self) -> None:
-        await self._changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()

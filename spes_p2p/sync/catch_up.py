@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -20,7 +20,7 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.rules import MergeKind, RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.exchange.requests import WiresRequest
-from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.exchange.transfers import InThread, Transfers, fill_state
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
@@ -41,12 +41,6 @@ MOST_STEPS = 64
 """So many rounds are gone through one by one; who is further behind fetches a state."""
 LONGEST_LINE_BYTES = 2**28
 """What another history may have on top of the last common round, packed; held in memory it is some ten times that."""
-
-
-class InThread(Protocol):
-    """Runs work in a thread and gives its result: `asyncio.to_thread`, `Tasks.in_thread`."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True)
@@ -210,14 +204,8 @@ class CatchUp:
         staging = self._staging(manifest, base_round)
         pairs = enumerate(zip(base.tile_hashes, theirs, strict=True))
         differ = [at for at, (mine, other) in pairs if mine != other or at in base.damaged]
-        wanted = {tile_id: theirs[tile_id] for tile_id in differ if not staging.has(tile_id)}
-        await self._in_thread(lambda: [staging.write_state(*tile) for tile in self._store.recall(wanted)])
-        missing = {tile_id: tile_hash for tile_id, tile_hash in wanted.items() if not staging.has(tile_id)}
-
-        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            await self._in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
-
-        await self._transfers.tiles(missing, holders, take, spread=True)
+        wanted = {tile_id: theirs[tile_id] for tile_id in differ}
+        await fill_state(staging, wanted, self._store, self._transfers, holders, self._in_thread)
         self._under_way = None
         hashes = await self._in_thread(staging.finish)
         if layout.root_of(hashes) != manifest.state_root:

@@ -74,7 +74,7 @@ class _Set:
         for kind, tile_ids in listed.items():
             area = TileArea(folder / kind, layout, dict.fromkeys(tile_ids, NO_HASH))
             for block in {layout.tiles[tile_id].block for tile_id in tile_ids}:
-                path, size = area.path(block), layout.blocks[block].size * VALUE_BYTES
+                path, size = area.block_path(block), layout.blocks[block].size * VALUE_BYTES
                 if not path.is_file() or path.stat().st_size != size:
                     raise StateError(f"{path} is missing or does not have {size} bytes")
             found.areas[kind] = area
@@ -87,7 +87,7 @@ class _Set:
     def put(self, kind: Kind, tile_id: int, values: Values, mark: Hash = NO_HASH) -> None:
         area, tile = self.areas[kind], self.layout.tiles[tile_id]
         if not area.has_block(tile.block):  # a file may be left of an attempt that failed
-            area.path(tile.block).unlink(missing_ok=True)
+            area.block_path(tile.block).unlink(missing_ok=True)
         area.write(tile, bytes_of(np.ascontiguousarray(values, DTYPE)), mark)
 
     def forget(self, kinds: Iterable[Kind], tile_ids: Collection[int]) -> None:

@@ -15,12 +15,11 @@ from functools import partial
 
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
-from spes_p2p.exchange.transfers import Transfers, all_of
+from spes_p2p.exchange.transfers import InThread, Transfers, all_of
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.catch_up import InThread
 
 SCRUB_BYTES = 4 * 2**20
 """Hashed with each heartbeat, and at least one tile: a hundredth of a processor core."""

@@ -18,12 +18,12 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.patience import first_good
-from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.exchange.transfers import InThread, Transfers, fill_state
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
-from spes_p2p.sync.catch_up import InThread, commits_from
+from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
@@ -88,12 +88,7 @@ async def _fetch(
 ) -> None:
     wanted = dict(enumerate(await transfers.hash_list(holders, root, 0)))
     staging = store.staged(0) or store.stage(0, None)  # of a try before
-    missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has(tile_id)}
-
-    async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-        await in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
-
-    await transfers.tiles(missing, holders, take, spread=True)
+    await fill_state(staging, wanted, store, transfers, holders, in_thread)
     await in_thread(staging.finish)
     await in_thread(staging.publish)
 

@@ -36,7 +36,7 @@ def read_moments(trainer: RankTrainer, column: int) -> Moments:
     return moments
 
 
-def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments | None) -> None:
+def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments | None = None) -> None:
     """Puts moments in the place of those of an owned column; `moments` itself on rank 0 alone."""
     size = trainer.layout.blocks[1 + column].size
     flat = [

@@ -62,7 +62,7 @@ def outline(trainer: RankTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "groups": groups, "guests": guests}
 
 
-def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> None:
     """Takes over a saved tree: `plain` is its outline, at every rank; `state` the tree itself, on rank 0 alone."""
     trainer.set_owned(tuple(plain["owned"]), keep_moments=False, ramp_fresh=False)
     with trainer.model.masters_in_fp32():

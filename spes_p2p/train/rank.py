@@ -94,7 +94,7 @@ class RankTrainer:
         self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
         self.step, self.round_steps = step, round_steps
 
-    def load_block(self, block: int, values: Values | None) -> None:
+    def load_block(self, block: int, values: Values | None = None) -> None:
         """Takes over a block of the state; `values` on rank 0."""
         self.trained.load_block(block, broadcast_array(self.ranks, values, self.layout.blocks[block].size))
 

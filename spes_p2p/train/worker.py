@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -149,7 +149,7 @@ def serve(ranks: Ranks) -> None:
         if name != "build":
             if trainer is None:
                 raise LocalProtocolError(f"command {name} came before build")
-            _COMMANDS[name](trainer, arguments)
+            _COMMANDS[name](trainer, **arguments)
 
 
 def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
@@ -158,49 +158,49 @@ def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
     return RankTrainer(checked, state_layout(checked), ranks)
 
 
-def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
-    trainer.adopt(tuple(arguments["owned"]), arguments["step"], arguments["keep_moments"], arguments["round_steps"])
+def _adopt(trainer: RankTrainer, owned: list[int], **rest: Any) -> None:
+    trainer.adopt(tuple(owned), **rest)
 
 
-def _help_to_read(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
+def _help_to_read(trainer: RankTrainer, block: int) -> None:
     """This rank's rows of a block, for rank 0, which alone has use for the whole on the host."""
     assert isinstance(trainer.trained, TrainedTransformer)
-    for where in trainer.trained.table[arguments["block"]]:
+    for where in trainer.trained.table[block]:
         place(trainer.trained.module, where)
 
 
-def _use_bases(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
+def _use_bases(trainer: RankTrainer, marks: list[tuple[int, bytes]], left_out: bool) -> None:
     assert trainer.guests is not None
-    marks = {column: Hash(mark) for column, mark in arguments["marks"]}
-    trainer.guests.use(marks, None, arguments["left_out"])
+    trainer.guests.use({column: Hash(mark) for column, mark in marks}, None, left_out)
 
 
 def _take_fastest(trainer: RankTrainer, sizes: list[int], **batch: Any) -> None:
     take_fastest_micro_batch(trainer, unpacked(**batch), tuple(sizes))
 
 
-def _use_decay(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
-    trainer.decay = Decay(**arguments) if arguments["steps"] else None
+def _use_decay(trainer: RankTrainer, begin_step: int, steps: int) -> None:
+    trainer.decay = Decay(begin_step, steps) if steps else None
 
 
-_COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
+_COMMANDS: dict[str, Callable[..., object]] = {
     "adopt": _adopt,
-    "load_block": lambda trainer, arguments: trainer.load_block(arguments["block"], None),
+    "load_block": RankTrainer.load_block,
     "use_bases": _use_bases,
     "use_decay": _use_decay,
-    "park": lambda trainer, arguments: trainer.park(),
-    "wake": lambda trainer, arguments: trainer.wake(),
-    "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
-    "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
+    "park": RankTrainer.park,
+    "wake": RankTrainer.wake,
+    "run_ahead": RankTrainer.run_ahead,
+    "train_step": lambda trainer, **batch: trainer.train_step(unpacked(**batch)),
     "contribution": _help_to_read,
-    "evaluate": lambda trainer, arguments: trainer.evaluate([unpacked(**arguments)]),
-    "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
-    "moments": lambda trainer, arguments: read_moments(trainer, **arguments),
-    "private_state": lambda trainer, arguments: private_state(trainer),
-    "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
-    "take_fastest": lambda trainer, arguments: _take_fastest(trainer, **arguments),
-    "value_hashes": lambda trainer, arguments: value_hashes(trainer),
+    "evaluate": lambda trainer, **batch: trainer.evaluate([unpacked(**batch)]),
+    "load_private_state": load_private_state,
+    "moments": read_moments,
+    "private_state": private_state,
+    "take_moments": take_moments,
+    "take_fastest": _take_fastest,
+    "value_hashes": value_hashes,
 }
+"""By what rank 0 calls them; each is given the trainer of this rank and the arguments that rank 0 has sent."""
 
 
 class LocalRanks:

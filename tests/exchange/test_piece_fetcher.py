@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -35,6 +36,7 @@ from spes_p2p.wire import pack, unpack
 from tests.data.piece_makers import make_pieces
 from tests.sync.chains import MadeRun
 
+T = TypeVar("T")
 ME, BOOT, A, B, C = (PeerId(name) for name in ("me", "boot", "a", "b", "c"))
 TOKENS = 8 * 300
 """300 pieces of 8 tokens."""
@@ -113,7 +115,7 @@ class Site:
         assert all(self.got[number] == self.piece(number) for number in numbers or range(300))
 
 
-async def in_place(work: Callable[[], object]) -> object:
+async def in_place(work: Callable[[], T], /) -> T:
     return work()
 
 

@@ -46,13 +46,12 @@ def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
     """Four peers with two of eight columns each: three guests in every column, in a fourth of the rounds."""
     some = replace(sizes(8), coordinates=12)
     traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
-    assert (traffic.up_guests, traffic.down_guests) == (6 * 3, 2 * 3 * 3)
+    assert (traffic.up.guests, traffic.down.guests) == (6 * 3, 2 * 3 * 3)
     plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
-    assert traffic.bytes_up("int4") - plain.bytes_up("int4") == 2 * 18
-    exact = replace(traffic, guest_codec="fp32")
-    assert exact.bytes_down("int4") - plain.bytes_down("int4") == 4 * 18
+    assert traffic.up.bytes_in("int4") - plain.up.bytes_in("int4") == 2 * 18
+    assert traffic.down.bytes_in("int4", None, "fp32") - plain.down.bytes_in("int4") == 4 * 18
     shared = round_traffic(some, Spread.of(8, peers=4, owned=4, owned_by_others=4))  # two owners a column
-    assert (shared.up_guests, shared.down_guests) == (4 * 12, 4 * (4 - 2) / 2 * 12)
+    assert (shared.up.guests, shared.down.guests) == (4 * 12, 4 * (4 - 2) / 2 * 12)
 
 
 @pytest.mark.parametrize(
@@ -62,28 +61,28 @@ def test_the_formula_is_what_the_plan_moves(peers: int, experts: int, replicas: 
     owned = experts * replicas // peers
     traffic = round_traffic(sizes(experts), Spread.of(experts, peers, owned, owned))
     counted = planned(peers, experts, replicas)
-    assert sum(sent for sent, _ in counted) == pytest.approx(peers * traffic.up_values)
-    assert sum(received for _, received in counted) == pytest.approx(peers * traffic.down_values)
+    assert sum(sent for sent, _ in counted) == pytest.approx(peers * traffic.up.values)
+    assert sum(received for _, received in counted) == pytest.approx(peers * traffic.down.values)
     for sent, received in counted:  # tiles are dealt whole
-        assert sent == pytest.approx(traffic.up_values, rel=0.15)
-        assert received == pytest.approx(traffic.down_values, rel=0.15)
+        assert sent == pytest.approx(traffic.up.values, rel=0.15)
+        assert received == pytest.approx(traffic.down.values, rel=0.15)
 
 
 def test_columns_that_nobody_owns_do_not_travel() -> None:
     one_each = round_traffic(sizes(8), Spread.of(8, peers=2, owned=1, owned_by_others=1))
-    assert (one_each.up_values, one_each.down_values) == (2 * TILES, 2 * TILES)
+    assert (one_each.up.values, one_each.down.values) == (2 * TILES, 2 * TILES)
 
 
 def test_the_7b_run_moves_what_the_design_says() -> None:
     """6.2e9 values each way on 4 peers, 24.7 GB in fp32; 2.5e9 with experts every 4th round; 8.4e9 at 1,000 peers."""
     seven, four = Sizes.of(run_named("spes-7b").model), Spread.of(32, peers=4, owned=8, owned_by_others=8)
     traffic = round_traffic(seven, four)
-    assert traffic.up_values == pytest.approx(traffic.down_values) == pytest.approx(6.2e9, rel=0.01)
-    assert traffic.bytes_up("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
-    assert round_traffic(seven, four, column_rounds=4).up_values == pytest.approx(2.5e9, rel=0.02)
+    assert traffic.up.values == pytest.approx(traffic.down.values) == pytest.approx(6.2e9, rel=0.01)
+    assert traffic.up.bytes_in("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
+    assert round_traffic(seven, four, column_rounds=4).up.values == pytest.approx(2.5e9, rel=0.02)
     many = round_traffic(seven, Spread(peers=1000, owned=32 / 1000, replicas=1, covered=32))
-    assert many.down_values == pytest.approx(many.up_values)
-    assert 8.0e9 < many.down_values < 8.5e9
+    assert many.down.values == pytest.approx(many.up.values)
+    assert 8.0e9 < many.down.values < 8.5e9
 
 
 def test_time_and_share_on_a_link() -> None:

@@ -104,7 +104,10 @@ async def meet(
     with our clock.
     """
     tasks = [asyncio.create_task(_meet(p2p, address, wall_clock, ask_about)) for address in addresses]
-    done, waiting = await _first_and_stragglers(tasks)
+    for next_one in asyncio.as_completed(tasks):
+        if isinstance(await next_one, Reached):
+            break
+    done, waiting = await asyncio.wait(tasks, timeout=STRAGGLER_SECONDS)
     outcomes = [
         task.result() if task in done else Failed(address, "has not answered yet")
         for task, address in zip(tasks, addresses)
@@ -120,20 +123,6 @@ async def meet(
     if len(failed) > MOST_SHOWN and not again:
         logger.warning("%d more initial peers do not answer", len(failed) - MOST_SHOWN)
     return _with_our_clock(reached)
-
-
-async def _first_and_stragglers(
-    tasks: list[asyncio.Task[Reached | Failed]],
-) -> tuple[set[asyncio.Task[Reached | Failed]], set[asyncio.Task[Reached | Failed]]]:
-    done: set[asyncio.Task[Reached | Failed]] = set()
-    waiting = set(tasks)
-    while waiting and not any(isinstance(task.result(), Reached) for task in done):
-        finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        done |= finished
-    if waiting:
-        finished, waiting = await asyncio.wait(waiting, timeout=STRAGGLER_SECONDS)
-        done |= finished
-    return done, waiting
 
 
 async def _meet(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_about: PeerId | str) -> Reached | Failed:
