@@ -70,14 +70,12 @@ def _is_bare(folder: Path) -> bool:
 def byte_level() -> RustTokenizer:
     """`ByteTokenizer` in the tokenizers library: ids 0 to 255 are the bytes of UTF-8, 256 ends a text.
 
-    A byte-level BPE without merges. Its letters for the 256 bytes are those of GPT-2: bytes that print stand for
-    themselves, the others for the characters from 256 on, in their order.
+    A byte-level BPE without merges, with GPT-2's letters for the 256 bytes.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + at) for at, byte in enumerate(hidden)}
+    letters = bytes_to_unicode()
     tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
