@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _OWN = "_spes_own_rows"
 
@@ -35,7 +33,7 @@ class Share:
 
     rank: int = 0
     of: int = 1
-    group: ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
     exchanges: bool = True
     """Off in a trial for which nobody shall wait: zeros stand in for what others have."""
 
@@ -53,8 +51,6 @@ class Share:
         if not self.exchanges:
             whole.zero_()[mine] = own
             return whole
-        import torch.distributed as dist
-
         as_bytes = whole.view(torch.uint8)  # NCCL has no int16
         if count % self.of == 0:
             # its name since torch 2.13, and before

@@ -1,7 +1,7 @@
 """The ranks of one peer: their process groups, and what one rank tells the others.
 
-A peer of one rank needs none of this: `Ranks()` then makes every function here a plain pass-through, and
-torch.distributed is not even imported. Who starts the processes is `worker`'s job.
+A peer of one rank needs none of this: `Ranks()` then makes every function here a plain pass-through. Who starts the
+processes is `worker`'s job.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from spes_p2p.state.layout import Values
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
 
 ANSWER_TIMEOUT = timedelta(minutes=30)
 """How long one rank waits for another in the middle of work, NCCL's too: ranks meet after every micro-batch, so this is
@@ -46,9 +45,9 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     device: torch.device = _CPU
-    group: ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
     """Values and gradients: nccl on CUDA, gloo on CPU."""
-    control: ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
     """Commands of rank 0, always gloo; the others wait for the next one without limit."""
     check: Callable[[], None] = _nothing_to_check
     """Raises SpesError where another rank has ended. On rank 0 only."""
@@ -62,13 +61,11 @@ class Ranks:
     """The numbers of all ranks' GPUs, where they were chosen here."""
 
 
-def connect(ranks: Ranks, store: Store | None = None) -> Ranks:
+def connect(ranks: Ranks, store: dist.Store | None = None) -> Ranks:
     """The same in process groups; every rank calls it. Without a `store`, MASTER_ADDR and MASTER_PORT tell where."""
     rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
     if world_size == 1:
         return ranks
-    import torch.distributed as dist
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -81,8 +78,6 @@ def connect(ranks: Ranks, store: Store | None = None) -> Ranks:
 def disconnect(ranks: Ranks) -> None:
     """Leaves the process groups, also broken ones."""
     if ranks.world_size > 1:
-        import torch.distributed as dist
-
         dist.destroy_process_group()
 
 
@@ -96,8 +91,6 @@ def broadcast_object(ranks: Ranks, value: Any = None) -> Any:
     """Rank 0's `value` (what msgpack can hold) at every rank."""
     if ranks.world_size == 1:
         return value
-    import torch.distributed as dist
-
     data = msgpack.packb(value) if ranks.rank == 0 else b""
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0, group=ranks.control)
@@ -113,8 +106,6 @@ def broadcast_array(ranks: Ranks, values: Values | None, size: int) -> Values:
     if ranks.world_size == 1:
         assert values is not None
         return values
-    import torch.distributed as dist
-
     received = np.empty(size if values is None else 0, np.float32)
     for start in range(0, size, _CHUNK_VALUES):
         stop = min(start + _CHUNK_VALUES, size)
@@ -129,8 +120,6 @@ def broadcast_array(ranks: Ranks, values: Values | None, size: int) -> Values:
 def sum_over_ranks(ranks: Ranks, values: Tensor) -> Tensor:
     """`values` added up over the ranks, in place."""
     if ranks.world_size > 1:
-        import torch.distributed as dist
-
         dist.all_reduce(values, group=ranks.group)
     return values
 
@@ -139,8 +128,6 @@ def agreed(ranks: Ranks, wish: bool) -> bool:
     """Whether any rank wishes it; all have come here then, which `watch` is told."""
     if ranks.world_size == 1:
         return wish
-    import torch.distributed as dist
-
     wishes = torch.tensor([int(wish)])
     dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=ranks.control)
     ranks.progress()
@@ -151,8 +138,6 @@ def least_over_ranks(ranks: Ranks, values: Sequence[int]) -> list[int]:
     """The least of each of `values` over the ranks."""
     if ranks.world_size == 1:
         return list(values)
-    import torch.distributed as dist
-
     least = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ranks.control)
     return list(map(int, least.tolist()))
@@ -162,8 +147,6 @@ def gather_texts(ranks: Ranks, text: str) -> list[str]:
     """Every rank's short ASCII `text` (of one length), by rank, at every rank."""
     if ranks.world_size == 1:
         return [text]
-    import torch.distributed as dist
-
     own = torch.tensor(list(text.encode()), dtype=torch.uint8)
     all_texts = [torch.empty_like(own) for _ in range(ranks.world_size)]
     dist.all_gather(all_texts, own, group=ranks.control)
@@ -180,8 +163,6 @@ def wrap(model: nn.Module, ranks: Ranks, compiled: bool = False) -> nn.Module:
     """
     if ranks.world_size == 1:
         return model
-    from torch.nn.parallel import DistributedDataParallel
-
     if compiled:  # it would cut compiled code by DDP's buckets, also between the two ends of an autocast region
         from torch import _dynamo
 

@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spes_p2p.experts.gradients import add_in_bf16, add_rounded
@@ -125,8 +126,6 @@ class KeptGradients(nn.Module):
             self._receive(self._under_way.popleft())
 
     def _sent(self, parts: list[Tensor]) -> list[Any]:
-        import torch.distributed as dist
-
         filled = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
         return [dist.reduce(part, rank, group=self._ranks.group, async_op=True) for rank, part in filled]
 
@@ -159,8 +158,6 @@ class KeptGradients(nn.Module):
         self._receive_all()
         if self._ranks.world_size == 1:
             return
-        import torch.distributed as dist
-
         for key, gradient in self._kept.items():
             if key not in self._is_dealt:
                 dist.all_reduce(gradient, group=self._ranks.group)
@@ -191,8 +188,6 @@ class KeptGradients(nn.Module):
         """After each rank has stepped its rows: everybody has all, but of what is dealt itself."""
         if not self._dealt:
             return
-        import torch.distributed as dist
-
         for values in (tensor for parameter in self._dealt for tensor in tensors_of(parameter)):
             parts = [_rows(values, self._share, rank) for rank in range(self._share.of)]
             sent = [part.contiguous() for part in parts]
@@ -207,8 +202,6 @@ class KeptGradients(nn.Module):
 
 def whole_moments(ranks: Ranks, shape: torch.Size, moments: Stored) -> Stored:
     """The moments of a tensor of this shape from all ranks' rows: on rank 0 in host memory. All ranks call it."""
-    import torch.distributed as dist
-
     share, whole = Share(ranks.rank, ranks.world_size), Stored()
     for name, (size, dtype) in stored_shapes(shape, form_of(moments)).items():
         if ranks.rank:

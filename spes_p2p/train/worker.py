@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from spes_p2p.config.load import config_from_text
 from spes_p2p.consensus.manifest import Decay
@@ -277,8 +278,6 @@ class LocalRanks:
         self.close()
 
     def _start(self, world_size: int, device_type: str, folder: Path) -> None:
-        import torch.distributed as dist
-
         if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -366,8 +365,6 @@ def _leave_signals_to_rank_0() -> None:
 
 def main(arguments: list[str]) -> None:
     """`rank world_size device parent_pid store_path`, as LocalRanks starts it."""
-    import torch.distributed as dist
-
     _leave_signals_to_rank_0()
     rank, world_size = int(arguments[0]), int(arguments[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
