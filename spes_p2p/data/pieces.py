@@ -14,10 +14,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spes_p2p.bounds import Bounded, between, length, matching
 from spes_p2p.data.merkle import HASH_BYTES, leaf_hash, level_sizes, proof_length, root_by
 from spes_p2p.errors import DataError, RemoteProtocolError
 from spes_p2p.ids import Hash, sha256
@@ -32,32 +34,27 @@ _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True)
-class ShardRoot:
+class ShardRoot(Bounded):
     """One shard: how many tokens it has, and the root of the tree over its pieces."""
 
-    tokens: int
-    root: Hash
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tokens < 2**48 or len(self.root) != HASH_BYTES:
-            raise ValueError(f"a shard of {self.tokens} tokens with a root of {len(self.root)} bytes")
+    tokens: Annotated[int, between(0, 2**48 - 1)]
+    root: Annotated[Hash, length(HASH_BYTES, HASH_BYTES)]
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Catalogue(Bounded):
     """All shards of a dataset in their order. Raises ValueError for what no dataset has."""
 
-    version: int
-    dtype: str
-    piece_bytes: int
-    """Of token bytes (little-endian, without any header); the last piece of a shard is shorter."""
-    shards: tuple[ShardRoot, ...]
+    version: Annotated[int, between(CATALOGUE_VERSION, CATALOGUE_VERSION)]
+    dtype: Annotated[str, matching("|".join(_ITEM_BYTES))]
+    piece_bytes: Annotated[int, between(16, 2**20)]
+    """Of token bytes (little-endian, without any header), in fours; the last piece of a shard is shorter."""
+    shards: Annotated[tuple[ShardRoot, ...], length(0, MAX_SHARDS)]
 
     def __post_init__(self) -> None:
-        if self.version != CATALOGUE_VERSION or self.dtype not in _ITEM_BYTES or len(self.shards) > MAX_SHARDS:
-            raise ValueError(f"catalogue version {self.version}, {self.dtype!r}, {len(self.shards)} shards")
-        if not 16 <= self.piece_bytes <= 2**20 or self.piece_bytes % 4:
-            raise ValueError(f"the piece size of {self.piece_bytes} bytes is out of bounds")
+        super().__post_init__()
+        if self.piece_bytes % 4:
+            raise ValueError(f"piece_bytes is {self.piece_bytes}, which is no multiple of 4")
 
     @cached_property
     def dataset_hash(self) -> Hash:
