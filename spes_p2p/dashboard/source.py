@@ -70,7 +70,9 @@ class SwarmSource:
         self._doubted: dict[PeerId, float] = {}
 
     async def look(self, now: float, known: Known) -> Look:
-        info = self._info = self._info or await self._find()
+        if self._info is None:
+            self._info, _ = await find_and_load(self._network, self._run_id, self._fingerprint, ANSWER_SECONDS)
+        info = self._info
         found: list[Commit] = []
         refused: list[str] = []
 
@@ -99,10 +101,6 @@ class SwarmSource:
     async def close(self) -> None:
         if self._close is not None:
             await self._close()
-
-    async def _find(self) -> RunInfo:
-        info, _ = await find_and_load(self._network, self._run_id, self._fingerprint, ANSWER_SECONDS)
-        return info
 
     async def _leading_to(self, newest: Commit, holder: PeerId, known: Known, info: RunInfo) -> list[Commit]:
         """What is unknown of the commits up to `newest`, each checked against the one before it."""

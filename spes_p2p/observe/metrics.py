@@ -20,12 +20,12 @@ class Ema:
 
 def count_text(count: float) -> str:
     """12345 to "12.3k"."""
-    return _scaled(count, 1000, ("", "k", "M", "B", "T"))
+    return _scaled(count, ("", "k", "M", "B", "T"))
 
 
 def bytes_text(count: float) -> str:
     """12345678 to "12.3 MB"."""
-    return _scaled(count, 1000, (" B", " kB", " MB", " GB", " TB"))
+    return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
 def bytes_texts(*counts: float) -> list[str]:
@@ -57,11 +57,11 @@ def span_text(numbers: Sequence[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
-def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+def _scaled(count: float, units: tuple[str, ...]) -> str:
     if not math.isfinite(count):
         return str(count)
     for unit in units[:-1]:
-        if abs(count) < base * 0.9995:
+        if abs(count) < 999.5:
             return f"{count:.0f}{unit}" if unit == units[0] else f"{count:.1f}{unit}"
-        count /= base
+        count /= 1000
     return f"{count:.1f}{units[-1]}"

@@ -132,7 +132,7 @@ class JsonStream:
         self._stream = stream
 
     def write(self, time: float, event: Event) -> None:
-        self._put(to_json(time, event))
+        print(to_json(time, event), file=self._stream, flush=True)
 
     def say(self, text: str) -> None:
         """A line for people, such as where others can dial this machine. Raises OSError."""
@@ -140,9 +140,6 @@ class JsonStream:
 
     def close(self) -> None:
         self._stream.flush()
-
-    def _put(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
 
 
 class TensorBoard:

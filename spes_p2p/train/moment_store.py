@@ -223,12 +223,9 @@ def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _part(piece: Piece, start: int, stop: int) -> Piece:
-    scales = slice(start // BLOCK_VALUES, -(-stop // BLOCK_VALUES))
-    moments = {
-        name: tensor[scales] if name in _SCALES.values() else tensor.view(-1)[start:stop]
-        for name, tensor in piece.moments.items()
-    }
-    return Piece(piece.values.view(-1)[start:stop], piece.gradient.reshape(-1)[start:stop], moments)
+    values = piece.values.view(-1)
+    moments = {name: kept.view(-1)[cut(name, values.shape, slice(start, stop))] for name, kept in piece.moments.items()}
+    return Piece(values[start:stop], piece.gradient.reshape(-1)[start:stop], moments)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -34,13 +34,14 @@ _FIX = "remove this checkpoint: the peer continues from an older one, or with fr
 
 def private_state(trainer: RankTrainer) -> dict[str, Any]:
     """The tree; see `load_private_state`. The next step changes it: save it, or copy it, before."""
+    saved_guests = {} if trainer.guests is None else trainer.guests.saved()
     return {
         "format": FORMAT,
         "step": trainer.step,
         "round_steps": trainer.round_steps,
         "owned": trainer.owned,
         "groups": [_group_state(trainer, group) for group in trainer.optimizer.groups],
-        "guests": [_guest_state(column, one) for column, one in _saved_guests(trainer).items()],
+        "guests": [_guest_state(column, one) for column, one in saved_guests.items()],
         "rng": random_state(trainer.ranks.device),
     }
 
@@ -90,10 +91,6 @@ def _load_groups(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[
                 whole = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
                 moments[name] = trainer.optimizer.kept(group, name, whole)
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
-
-
-def _saved_guests(trainer: RankTrainer) -> dict[int, SavedGuest]:
-    return {} if trainer.guests is None else trainer.guests.saved()
 
 
 def _guest_state(column: int, guest: SavedGuest) -> dict[str, Any]:
