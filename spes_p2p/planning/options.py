@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.config.sections import is_local
@@ -36,33 +36,21 @@ class Options:
 
     @classmethod
     def of(cls, config: Config) -> Options:
-        """Those of a config; what its schema does not have stays at the default."""
-        found = {field.name: _get(config, KEYS[field.name], field.default) for field in fields(cls)}
-        return cls(**found)
+        """Those of a config."""
+        return cls(**{name: attrgetter(key)(config) for name, key in KEYS.items()})
 
     def applied(self, config: Config) -> Config:
         """`config` with these options, unchecked: take only values that the schema allows."""
         for name, key in KEYS.items():
-            value = getattr(self, name)
             section, leaf = key.split(".")
-            part = getattr(config, section)
-            if leaf in type(part).model_fields and getattr(part, leaf) != value:
-                config = config.model_copy(update={section: part.model_copy(update={leaf: value})})
+            part = getattr(config, section).model_copy(update={leaf: getattr(self, name)})
+            config = config.model_copy(update={section: part})
         return config
 
     def changes(self, since: Options) -> tuple[str, ...]:
         """What differs, as overrides: `model.activation_checkpointing=full`."""
-        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(since, field.name)]
+        names = [name for name in KEYS if getattr(self, name) != getattr(since, name)]
         return tuple(f"{KEYS[name]}={_yaml(getattr(self, name))}" for name in names)
-
-
-def is_known(name: str, value: Any) -> bool:
-    """Whether the schema of this version has the option `name` and allows `value`."""
-    field = dict(fields_of_tree()).get(KEYS[name])
-    if field is None:
-        return False
-    allowed = get_args(field.annotation)
-    return not allowed or value in allowed
 
 
 def is_agreed(key: str) -> bool:
@@ -75,11 +63,6 @@ def halved(options: Options, batch_sequences: int) -> Options:
     size = options.micro_batch_sequences
     smaller = [part for part in range(1, size // 2 + 1) if batch_sequences % part == 0]
     return replace(options, micro_batch_sequences=smaller[-1]) if smaller else options
-
-
-def _get(config: Config, key: str, default: Any) -> Any:
-    section, leaf = key.split(".")
-    return getattr(getattr(config, section), leaf, default)
 
 
 def _yaml(value: object) -> str:

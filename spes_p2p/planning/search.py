@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from spes_p2p.planning.memory import Memory, Workload, predict
-from spes_p2p.planning.options import KEYS, Options, halved, is_agreed, is_known
+from spes_p2p.planning.options import KEYS, Options, halved, is_agreed
 
 LADDER: tuple[tuple[str, Any], ...] = (
     ("gradient_dtype", "bf16"),
@@ -82,11 +83,11 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
     """
     ladder = list(rungs(work.options, local_only, fixed, work.ranks))
     found = tuple(_rung(work, options, adds, memory_bytes) for options, adds in ladder)
-    halves = "micro_batch_sequences" not in fixed
-    tried = [list(_halvings(each, work.batch_sequences, halves)) for each, _ in ladder]
+    tried = [options for options, _ in ladder]
+    if "micro_batch_sequences" not in fixed:
+        tried = [smaller for options in tried for smaller in _halvings(options, work.batch_sequences)]
     chosen = _first_that_fits(work, tried, memory_bytes)
-    alone = (replace(work, options=options, owned=0) for options in chain.from_iterable(tried))
-    least = min(predict(workload).total for workload in alone)
+    least = min(predict(replace(work, options=options, owned=0)).total for options in tried)
     nearest = None if chosen else _nearest(work, tried, memory_bytes)
     return Search(work.owned, found, chosen, nearest, least)
 
@@ -94,15 +95,15 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
 def rungs(
     options: Options, local_only: bool, fixed: Collection[str] = frozenset(), ranks: int = 1
 ) -> Iterator[tuple[Options, str]]:
-    """`options`, then cumulatively with each option of the ladder that this version has and that saves memory.
+    """`options`, then cumulatively with each option of the ladder that saves memory.
 
     `ranks`: of the peer, which may share gradients, moments and values.
     """
     yield options, ""
     for name, value in LADDER:
-        if not is_known(name, value) or not _saves(name, getattr(options, name), value):
-            continue
         if name in fixed or (local_only and is_agreed(KEYS[name])):
+            continue
+        if not _saves(name, getattr(options, name), value):
             continue
         if name == "sharding" and (ranks == 1 or options.optimizer == "muon"):
             continue
@@ -125,9 +126,9 @@ def one_step_down(options: Options, batch_sequences: int, sequence_length: int) 
     smaller = halved(options, batch_sequences)
     if smaller != options and smaller.micro_batch_sequences * sequence_length >= CHEAP_TOKENS:
         return smaller
-    for mode in _CHECKPOINTING[_CHECKPOINTING.index(options.activation_checkpointing) + 1 :]:
-        if is_known("activation_checkpointing", mode):
-            return replace(options, activation_checkpointing=mode)
+    more = _CHECKPOINTING[_CHECKPOINTING.index(options.activation_checkpointing) + 1 :]
+    if more:
+        return replace(options, activation_checkpointing=more[0])
     return smaller if smaller != options else None
 
 
@@ -142,10 +143,7 @@ def with_largest_micro_batch(work: Workload, memory_bytes: int) -> Options:
 
 def sizes_to_time(options: Options, batch_sequences: int, sequence_length: int) -> tuple[int, ...]:
     """The micro-batch of `options` and two smaller ones that may be as fast, the largest first."""
-    sizes = [options.micro_batch_sequences]
-    while len(sizes) < 3 and (smaller := halved(options, batch_sequences)) != options:
-        options = smaller
-        sizes.append(options.micro_batch_sequences)
+    sizes = [each.micro_batch_sequences for each in islice(_halvings(options, batch_sequences), 3)]
     return tuple(size for size in sizes if size == sizes[0] or size * sequence_length >= CHEAP_TOKENS)
 
 
@@ -163,11 +161,11 @@ def _rung(before: Workload, options: Options, adds: str, memory_bytes: int) -> R
     return Rung(work.options, adds, predict(work), most_columns(work, memory_bytes), max(fitting, default=0))
 
 
-def _first_that_fits(work: Workload, tried: list[list[Options]], memory_bytes: int) -> Fit | None:
+def _first_that_fits(work: Workload, tried: list[Options], memory_bytes: int) -> Fit | None:
     """Two passes: first with micro-batches that cost no speed, then with any."""
     configured = work.options.micro_batch_sequences * work.sequence_length
     for least_tokens in (min(CHEAP_TOKENS, configured), 0):
-        for options in chain.from_iterable(tried):
+        for options in tried:
             enough = options.micro_batch_sequences * work.sequence_length >= least_tokens
             changed = replace(work, options=options)
             if enough and _fits(changed, memory_bytes):
@@ -175,21 +173,20 @@ def _first_that_fits(work: Workload, tried: list[list[Options]], memory_bytes: i
     return None
 
 
-def _nearest(work: Workload, tried: list[list[Options]], memory_bytes: int) -> Fit | None:
+def _nearest(work: Workload, tried: list[Options], memory_bytes: int) -> Fit | None:
     """Most columns that any options hold, by the first options that hold them."""
-    every = list(chain.from_iterable(tried))
-    held = [(most_columns(replace(work, options=options), memory_bytes), options) for options in every]
-    best = max((columns for columns, _ in held if columns is not None), default=None)
-    if best is None:
+    held = [(most_columns(replace(work, options=options), memory_bytes), options) for options in tried]
+    fitting = [(columns, options) for columns, options in held if columns is not None]
+    if not fitting:
         return None
-    options = next(options for columns, options in held if columns == best)
+    best, options = max(fitting, key=itemgetter(0))
     return Fit(options, best, predict(replace(work, options=options, owned=best)))
 
 
-def _halvings(options: Options, batch_sequences: int, halves: bool) -> Iterator[Options]:
-    """`options`, and with ever smaller micro-batches where these may change."""
+def _halvings(options: Options, batch_sequences: int) -> Iterator[Options]:
+    """`options`, and with ever smaller micro-batches."""
     yield options
-    while halves and (smaller := halved(options, batch_sequences)) != options:
+    while (smaller := halved(options, batch_sequences)) != options:
         options = smaller
         yield options
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from spes_p2p.experts import gradients
 from spes_p2p.experts.masters import halves_of
+from spes_p2p.model import output_loss
 from spes_p2p.model.output_loss import chunk_rows
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
@@ -18,9 +20,13 @@ from spes_p2p.planning.activations import Activations
 from spes_p2p.planning.memory import (
     BANK,
     GRADIENTS,
+    HEAD_SLICE,
     MASTERS,
     OPTIMIZER,
+    PIECE_VALUES,
+    ROUNDED_VALUES,
     SHARED,
+    STACK_VALUES,
     Workload,
     bank_bytes,
     documents_bytes,
@@ -29,6 +35,7 @@ from spes_p2p.planning.memory import (
 )
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.sizes import Sizes
+from spes_p2p.train import moment_store, muon
 from tests.model.tiny import init_normal_
 from tests.planning.runs import PUBLISHED, run_named
 
@@ -46,6 +53,14 @@ SHAPE = (
     "data.sequence_length=150",
 )
 TOKENS = 2 * 150
+
+
+def test_pieces_are_as_large_as_those_that_training_works_on() -> None:
+    """What plans loads no torch, so it cannot take these numbers from there."""
+    assert moment_store.PIECE_VALUES == PIECE_VALUES
+    assert muon.STACK_VALUES == STACK_VALUES
+    assert gradients.ROUNDED_VALUES == ROUNDED_VALUES
+    assert output_loss._SLICE_ROWS == HEAD_SLICE
 
 
 def small(*overrides: str) -> Workload:
