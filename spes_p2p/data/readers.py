@@ -175,7 +175,7 @@ class CorpusFile:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except Exception as error:
-            if type(error).__name__ in ("ZstdError", "ArrowInvalid"):  # of libraries that may not be installed
+            if _is_of_arrow(error):
                 raise self._damaged(error) from error
             if isinstance(self.path, HubFile) and not isinstance(error, SpesError):
                 raise NetworkError(
@@ -203,13 +203,12 @@ class CorpusFile:
         if self.path.suffix == ".gz":
             return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
         if self.path.suffix == ".zst":
-            zstandard = _optional("zstandard", "zstandard", self.path)
-            frames = _ZstdFrames(raw, zstandard.ZstdDecompressor())
-            return cast(BinaryIO, io.BufferedReader(frames, PIECE_BYTES))
+            frames = _pyarrow("pyarrow", self.path).CompressedInputStream(raw, "zstd")
+            return self._stack.enter_context(cast(BinaryIO, io.BufferedReader(frames, PIECE_BYTES)))
         return raw
 
     def _parquet_rows(self) -> Iterator[Record]:
-        parquet = _optional("pyarrow.parquet", "pyarrow", self.path)
+        parquet = _pyarrow("pyarrow.parquet", self.path)
         file = self._stack.enter_context(self.path.open("rb"))
         table = self._stack.enter_context(parquet.ParquetFile(file))
         if self._text_field not in table.schema_arrow.names:
@@ -355,40 +354,15 @@ def _piece(stream: BinaryIO) -> bytes:
     return stream.read(PIECE_BYTES) + stream.readline()
 
 
-class _ZstdFrames(io.RawIOBase):
-    """Decompresses concatenated zstd frames; unlike the library's own stream it refuses a frame that is cut short."""
-
-    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
-        self._raw, self._decompressor = raw, decompressor
-        self._frame: Any = None
-        self._ready = b""
-        self._input = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._input = self._input or self._raw.read(PIECE_BYTES)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the last zstd frame is cut short")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._ready = self._frame.decompress(self._input)
-            self._input = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
-        return size
+def _is_of_arrow(error: Exception) -> bool:
+    """Whether pyarrow, which may not be installed, found the content damaged; errors of the disk have a number."""
+    return type(error).__name__ == "ArrowInvalid" or (type(error) is OSError and error.errno is None)
 
 
-def _optional(module: str, package: str, path: Source) -> Any:
+def _pyarrow(module: str, path: Source) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            f"{path} needs {package}, which is not installed", fix="install it with scripts/venv.sh data"
+            f"{path} needs pyarrow, which is not installed", fix="install it with scripts/venv.sh data"
         ) from error
