@@ -43,7 +43,7 @@ AREAS = {
     "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",
     "observe": "Metrics", "dashboard": "Dashboard", "testing": "Quickstart and tests", "codecs": "The run",
     "wire": "The run", "ids": "The run", "errors": "The run", "limits": "The run", "files": "State on disk",
-    "locks": "State on disk", "bounds": "The run",
+    "locks": "State on disk", "bounds": "The run", "parent": "The run",
     "failpoints": "Quickstart and tests", "__init__": "Commands",
 }  # fmt: skip
 

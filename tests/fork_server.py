@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import SpesError
-from spes_p2p.testing.processes import LOOPBACK, Host, LocalSwarm, Running, children, leave_with
+from spes_p2p.parent import end_with, ending_with_us
+from spes_p2p.testing.processes import LOOPBACK, Host, LocalSwarm, Running, children
 
 _PRELOADED = ("numpy.random", "spes_p2p.cli.join", "spes_p2p.peer.run", "spes_p2p.peer.bootstrap")
 START_SECONDS = 90.0
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None)
@@ -174,7 +174,7 @@ class ForkedSwarm(LocalSwarm):
 @cache
 def _fork_server() -> ForkServer:
     """It ends with this process."""
-    fork_server = ForkServer(os.environ | {"OMP_NUM_THREADS": "1"}, leave_with(os.getpid()))
+    fork_server = ForkServer(os.environ | {"OMP_NUM_THREADS": "1"}, ending_with_us(signal.SIGTERM))
     atexit.register(fork_server.close)
     return fork_server
 
@@ -240,9 +240,7 @@ def _become(order: dict[str, Any], server: int) -> None:
     import numpy as np
 
     os.setsid()
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != server:
-        os._exit(1)
+    end_with(server, signal.SIGTERM)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if order["namespace"]:

@@ -7,7 +7,6 @@ by its pid at the latest when the swarm is closed, and by the kernel when whoeve
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ import psutil
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Round
 from spes_p2p.observe.sinks import EventReader
+from spes_p2p.parent import ending_with_us
 from spes_p2p.testing.faults import JUMP, ArmedFaults, Fault, in_environment
 
 PROGRAM = "spes_p2p.cli.main"
@@ -35,8 +35,6 @@ STACKS_SECONDS = 10.0
 """For writing down what a process that hangs was doing."""
 LONG_SECONDS = 180.0
 """For some rounds of a tiny swarm, on a machine that has much else to do."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
 
 
 @dataclass(frozen=True)
@@ -345,18 +343,5 @@ class LocalSwarm:
                 stderr=error_stream,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=leave_with(os.getpid()),
+                preexec_fn=ending_with_us(signal.SIGTERM),
             )
-
-
-def leave_with(parent: int) -> Callable[[], None] | None:
-    """Makes a child ask itself to leave when we are gone without having said so (the kernel does it, on Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-
-    def between_fork_and_exec() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before the line above
-            os._exit(1)
-
-    return between_fork_and_exec

@@ -7,7 +7,6 @@ connections end, or, where it started them, when the kernel sees its process end
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.locks import Scratch
 from spes_p2p.model.params import place
+from spes_p2p.parent import end_with
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
 from spes_p2p.train.moments import read_moments, take_moments
@@ -44,7 +44,6 @@ _START_SECONDS = 120.0
 _NOTICE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _SCRATCH = "spes-p2p-ranks-"
-_PR_SET_PDEATHSIG = 1
 _FROZEN_FIX = "check that process's device and the machine's memory; then start the peer again"
 _FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or activation checkpointing"
 
@@ -52,8 +51,8 @@ _FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or a
 class Child:
     """One other rank's process, ended from rank 0, and the thread that starts it and waits for its end.
 
-    The thread lives as long as the process: the kernel sends PR_SET_PDEATHSIG when the thread that started a process
-    ends, not only when the whole parent does.
+    The thread lives as long as the process: a rank ends with the thread that started it (`end_with`), not only with
+    the whole parent.
     """
 
     def __init__(self, rank: int, command: list[str], folder: Path, on_end: Callable[[Child], None]) -> None:
@@ -367,9 +366,7 @@ def main(arguments: list[str]) -> None:
     """`rank world_size device parent_pid store_path`, as LocalRanks starts it."""
     _leave_signals_to_rank_0()
     rank, world_size = int(arguments[0]), int(arguments[1])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(arguments[3]):  # it ended before we could ask
-        sys.exit(1)
+    end_with(int(arguments[3]), signal.SIGKILL)
     store = dist.FileStore(arguments[4], world_size)
     store.set(_ready_key(rank), "1")
     ranks = connect(Ranks(rank, world_size, torch.device(arguments[2])), store)

@@ -7,25 +7,21 @@ Leaves out signals: who leaves cleanly closes the network first and stops the th
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import signal
-import sys
 import threading
 from asyncio.subprocess import Process
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 from spes_p2p.errors import LocalProtocolError
+from spes_p2p.parent import ending_with_us
 
 T = TypeVar("T")
 _BROKEN = (ConnectionError, asyncio.IncompleteReadError, P2PDaemonError, P2PHandlerError)
-_PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 10.0
-_LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
 
 
 class NetworkLoop(asyncio.SelectorEventLoop):
@@ -42,7 +38,7 @@ class NetworkLoop(asyncio.SelectorEventLoop):
         """Processes being started. Do not cancel them: a bug of asyncio would make that wait for ever."""
 
     async def subprocess_exec(self, protocol_factory: Any, program: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs.setdefault("preexec_fn", _die_with(os.getpid()))
+        kwargs.setdefault("preexec_fn", ending_with_us(signal.SIGKILL))
         kwargs.setdefault("start_new_session", True)
         starting = asyncio.ensure_future(super().subprocess_exec(protocol_factory, program, *args, **kwargs))
         self.starting.add(starting)
@@ -60,18 +56,6 @@ class NetworkLoop(asyncio.SelectorEventLoop):
         """Silences library tasks that died of a broken connection; whoever needs the connection reports it."""
         if not isinstance(context.get("exception"), _BROKEN):
             super().call_exception_handler(context)
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-
-    def between_fork_and_exec() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the line above
-            os._exit(1)
-
-    return between_fork_and_exec
 
 
 class NetworkThread:
