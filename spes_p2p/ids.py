@@ -1,4 +1,4 @@
-"""Names of things: peer ids and hashes. No behaviour beyond printing them short."""
+"""Names of things: peer ids, hashes and runs. No behaviour beyond printing them short."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import NewType
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58, as everybody writes it (tests use short names)."""
 
+NOBODY = PeerId("")
+
 MAX_PEER_ID = 128
 """Characters; libp2p's of RSA keys have 46."""
 
 Hash = NewType("Hash", bytes)
-"""A SHA-256 digest, or the BLAKE3 digest of a tile (`state/hashes.py`); 32 bytes."""
+"""A SHA-256 digest, or the BLAKE3 digest of a tile (`state/hashes.py`); HASH_BYTES long."""
 
-NO_HASH = Hash(b"\0" * 32)
+HASH_BYTES = 32
+NO_HASH = Hash(bytes(HASH_BYTES))
+
+RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What the name of a run looks like."""
 
 
 def sha256(*parts: bytes | memoryview) -> Hash:

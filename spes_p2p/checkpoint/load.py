@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from spes_p2p.checkpoint.private import read_private
 from spes_p2p.checkpoint.save import FORMAT, METADATA_FILE, STATE_FOLDER, checkpoint_folders, sealed_json
 from spes_p2p.errors import CheckpointError
-from spes_p2p.ids import sha256
-from spes_p2p.state.hashes import HASH_BYTES, hash_tiles
+from spes_p2p.ids import HASH_BYTES, sha256
+from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.version import HASHES_FILE, Version
 

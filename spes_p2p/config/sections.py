@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.ids import RUN_ID
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -55,7 +56,7 @@ class RunConfig(Section):
     run_id: str = agreed(
         "Name of the run, in the DHT and in folders: at most 64 letters, digits, '.', '_' and '-'.",
         "tiny",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        pattern=f"^{RUN_ID}$",
     )
     seed: int = agreed("Seed of the initial values and of the order of the data.", 0, ge=0, lt=2**63)
     initial_state: str = agreed(

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from spes_p2p.consensus.manifest import Audited, Contribution, Manifest
 from spes_p2p.consensus.membership import FAILED, PASSED, WITHHELD
-from spes_p2p.data.merkle import EMPTY_ROOT, HASH_BYTES, leaf_hash, parents, proof_length, root_by, siblings
+from spes_p2p.data.merkle import EMPTY_ROOT, leaf_hash, parents, proof_length, root_by, siblings
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import HASH_BYTES, Hash, PeerId, sha256
 from spes_p2p.wire import pack
 
 MAX_ACCOUNTS = 2**15

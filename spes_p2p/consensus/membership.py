@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, NOBODY, Hash, PeerId, sha256
 
 LINK_PUBLIC = 0
 """Can be dialled from outside."""
@@ -27,7 +27,6 @@ MAX_ELECTORS = 31
 MAX_BANNED = 128
 MAX_MANIFEST_BANS = 1024
 """Peers that manifests of a run ban: the list is in each."""
-NOBODY = PeerId("")
 PROBATION = 3
 """Audits that a newcomer must pass until its work counts in full, and so many more for each that somebody fails."""
 HALF = 1

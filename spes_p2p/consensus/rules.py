@@ -25,7 +25,6 @@ from spes_p2p.consensus.manifest import (
 )
 from spes_p2p.consensus.membership import (
     MAX_MEMBERS,
-    NOBODY,
     Admission,
     Member,
     Roll,
@@ -39,7 +38,7 @@ from spes_p2p.consensus.messages import Work
 from spes_p2p.consensus.standing import with_standing
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, NOBODY, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership, OwnershipRequest, assign, columns_of, nobody
 
 MergeKind = Literal["paper", "released", "shrink"]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from spes_p2p.ids import Hash
+from spes_p2p.ids import HASH_BYTES, Hash
 
-HASH_BYTES = 32
 EMPTY_ROOT = Hash(hashlib.sha256().digest())
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.bounds import Bounded, between, length, matching
-from spes_p2p.data.merkle import HASH_BYTES, leaf_hash, level_sizes, proof_length, root_by
+from spes_p2p.data.merkle import leaf_hash, level_sizes, proof_length, root_by
 from spes_p2p.errors import DataError, RemoteProtocolError
-from spes_p2p.ids import Hash, sha256
+from spes_p2p.ids import HASH_BYTES, Hash, sha256
 from spes_p2p.wire import pack, unpack
 
 PIECE_BYTES = 8 * 2**10

@@ -7,11 +7,10 @@ and where the next one begins, and a lock keeps two runs apart. It leaves out to
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from spes_p2p.data.readers import SUFFIXES, Source, size_of, stamp_of
 from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
 from spes_p2p.files import PARTIAL, storing, write_whole
+from spes_p2p.locks import FileLock
 
 FOLDER = ".progress"
 _SETTINGS = "settings.json"
-_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,10 @@ class Workspace:
         """Creates or continues `folder`. Raises DataError when it is in use or holds other inputs or settings."""
         with storing(folder):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        with open(folder / FOLDER / _LOCK, "w") as lock:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                stack.callback(FileLock(folder / FOLDER / "lock").release)
+            except BlockingIOError as error:
                 raise DataError(f"another tokenize is writing to {folder}", fix="wait for it to end") from error
             for leftover in folder.glob(f"*{PARTIAL}"):
                 leftover.unlink()

@@ -18,11 +18,11 @@ from typing import BinaryIO
 import psutil
 
 from spes_p2p.data.manifest import Dataset, TokenFile
-from spes_p2p.data.merkle import EMPTY_ROOT, HASH_BYTES, leaf_hash, level_sizes, parents, siblings
+from spes_p2p.data.merkle import EMPTY_ROOT, leaf_hash, level_sizes, parents, siblings
 from spes_p2p.data.pieces import CATALOGUE_VERSION, MAX_CATALOGUE_BYTES, PIECE_BYTES, Catalogue, PieceGrid, ShardRoot
 from spes_p2p.errors import DataError, RemoteProtocolError, StorageFull
 from spes_p2p.files import PARTIAL, whole_file
-from spes_p2p.ids import NO_HASH, Hash, sha256
+from spes_p2p.ids import HASH_BYTES, NO_HASH, Hash, sha256
 from spes_p2p.wire import pack, unpack
 
 TREES = "pieces.hashes"

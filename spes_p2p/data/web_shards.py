@@ -16,13 +16,14 @@ from itertools import groupby
 from weakref import WeakValueDictionary
 
 from spes_p2p.data.manifest import MANIFEST, Manifest
-from spes_p2p.data.merkle import HASH_BYTES, level_sizes, parents, siblings
+from spes_p2p.data.merkle import level_sizes, parents, siblings
 from spes_p2p.data.pieces import Catalogue, PieceGrid, PieceLocation
 from spes_p2p.data.shards import HEADER_BYTES
 from spes_p2p.data.trees import HEAD_START_BYTES, TREES, catalogue_of, first_tree_byte, head_bytes, level_starts
 from spes_p2p.data.web_client import WebClient
 from spes_p2p.data.web_url import WebFolder
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
+from spes_p2p.ids import HASH_BYTES
 
 GROUP_LEVELS = 7
 GROUP = 2**GROUP_LEVELS

@@ -31,8 +31,8 @@ from spes_p2p.exchange.requests import (
     WiresRequest,
     pack_request,
 )
-from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
+from spes_p2p.ids import HASH_BYTES, Hash, PeerId, sha256, short
+from spes_p2p.state.hashes import hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.state.staging import Staging

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from blake3 import blake3
 
-from spes_p2p.ids import Hash
+from spes_p2p.ids import HASH_BYTES, Hash
 
-HASH_BYTES = 32
 HASH_THREADS = min(4, os.cpu_count() or 1)
 _BATCH = 64  # tiles in flight: bounds what is held of a long iterator
 

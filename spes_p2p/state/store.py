@@ -22,9 +22,9 @@ from pathlib import Path
 
 from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.files import publish_folder, recover_folders, remove_folder, storing, sync, write_whole
-from spes_p2p.ids import Hash
+from spes_p2p.ids import HASH_BYTES, Hash
 from spes_p2p.locks import FileLock
-from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, hash_tiles, split_hashes
+from spes_p2p.state.hashes import HASH_THREADS, hash_tile, hash_tiles, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.version import HASHES_FILE, WIRE_FOLDER, Version, WireTiles, block_file, bytes_of, map_block

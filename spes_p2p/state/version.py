@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from spes_p2p.errors import LocalProtocolError, StateError, StorageFull, TileDamaged
 from spes_p2p.files import link_or_copy, reserve, storing, write_at, write_into
-from spes_p2p.ids import NO_HASH, Hash, short
-from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, split_hashes
+from spes_p2p.ids import HASH_BYTES, NO_HASH, Hash, short
+from spes_p2p.state.hashes import HASH_THREADS, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.maps import map_file
 

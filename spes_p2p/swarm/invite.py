@@ -19,14 +19,13 @@ import base58
 
 from spes_p2p import wire
 from spes_p2p.errors import ConfigError, RemoteProtocolError
-from spes_p2p.ids import PeerId
-from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.ids import RUN_ID, PeerId
+from spes_p2p.swarm.records import LISTING, MAX_ADDRESSES, PeerRecord
 
 VERSION, WITH_TOKEN = 1, 2
 MARK = "spes"
 FINGERPRINT_BYTES = 16
 """Of the run's fingerprint: finding another run with the same would take 2^128 tries."""
-MAX_ADDRESSES = 16
 MAX_NODES = 3
 """Bootstrap nodes and mirrors."""
 MAX_PEERS = 4
@@ -39,10 +38,8 @@ LEAST_CHARACTERS = 40
 """A shorter string is not taken for an invitation: a folder may be named `spes1`."""
 _SHAPE = re.compile(rf"{MARK}(\d)(\w+)", re.IGNORECASE | re.ASCII)
 _TCP = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ADDRESS = re.compile(r"/[!-~]{1,256}")
 _NAME = re.compile(r"/(dns|dns4|dns6|dnsaddr)/[^/]+(/.*)?")
-_LISTING = "/dnsaddr/"
 _FIX = "copy the whole invitation again; whoever runs the bootstrap node can print it with: spes-p2p invite"
 
 
@@ -102,7 +99,7 @@ def _word(invite: Invite) -> str:
     places: dict[bytes, list[bytes]] = {}
     for address in invite.addresses[:MAX_ADDRESSES]:
         base, _, peer = address.rpartition("/p2p/")
-        if address.startswith(_LISTING):
+        if address.startswith(LISTING):
             base, peer = address, invite.organiser
         places.setdefault(_id_bytes(PeerId(peer)), []).append(_packed_address(base))
     nodes = tuple(_Node(b"" if peer == organiser else peer, tuple(found)) for peer, found in places.items())
@@ -136,7 +133,7 @@ def decode(word: str) -> Invite:
 
 def _invite(record: _Record) -> Invite:
     """The invitation in `record`. Raises ValueError for one that should never have been made."""
-    if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes or not _RUN_ID.fullmatch(record.run_id):
+    if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes or not re.fullmatch(RUN_ID, record.run_id):
         raise ValueError("the fingerprint, the addresses or the name of the run are missing")
     addresses = tuple(
         _with_id(_address(packed), node.peer or record.organiser) for node in record.nodes for packed in node.addresses
@@ -148,7 +145,7 @@ def _invite(record: _Record) -> Invite:
 
 
 def _with_id(address: str, peer: bytes) -> str:
-    return address if address.startswith(_LISTING) else f"{address}/p2p/{base58.b58encode(peer).decode()}"
+    return address if address.startswith(LISTING) else f"{address}/p2p/{base58.b58encode(peer).decode()}"
 
 
 def _packed_address(text: str) -> bytes:
@@ -221,7 +218,7 @@ def _is_sound(address: str, peer: PeerId) -> bool:
         _packed_address(base)
     except (ValueError, OverflowError):
         return False
-    return named == peer or address.startswith(_LISTING)
+    return named == peer or address.startswith(LISTING)
 
 
 _PRIVATE, _LOOPBACK = 2, 3

@@ -16,15 +16,14 @@ from spes_p2p import wire
 from spes_p2p.bounds import Bounded, between, length, matching
 from spes_p2p.data.held import Held
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import MAX_PEER_ID, Hash, PeerId
-from spes_p2p.swarm.vitals import Vitals
+from spes_p2p.ids import HASH_BYTES, MAX_PEER_ID, RUN_ID, Hash, PeerId
+from spes_p2p.swarm.vitals import Round, Vitals
 
 T = TypeVar("T")
 RUNS_KEY = "spes-p2p/runs"
 ROLES = ("peer", "bootstrap")
 MAX_COUNT = 2**60
 """Bound of steps and tokens: far above any run, far below what overflows when a few are added."""
-MAX_ROUND = 2**40
 MAX_SPEED = 1e12
 MAX_COLUMNS = 4096
 MAX_ADDRESSES = 16
@@ -33,18 +32,18 @@ MAX_HEAD_BYTES = 32
 MAX_CERTIFICATE_BYTES = 192 * 2**10
 MAX_TOKEN_BYTES = 2**10
 MAX_MANIFEST_BYTES = 288 * 2**10
-_RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-RunId = Annotated[str, matching(_RUN_ID)]
+RunId = Annotated[str, matching(RUN_ID)]
 PlainPeerId = Annotated[PeerId, matching(rf"[A-Za-z0-9_-]{{1,{MAX_PEER_ID}}}")]
-Round = Annotated[int, between(0, MAX_ROUND)]
 Count = Annotated[int, between(0, MAX_COUNT)]
 WallSeconds = Annotated[int, between(0, 2**40)]
 """Seconds since 1970."""
-Sha256 = Annotated[Hash, length(32, 32)]
+Sha256 = Annotated[Hash, length(HASH_BYTES, HASH_BYTES)]
 Addresses = Annotated[
     tuple[Annotated[str, length(1, MAX_ADDRESS_CHARACTERS), matching(r"/[!-~]+")], ...], length(0, MAX_ADDRESSES)
 ]
 """Multiaddresses."""
+LISTING = "/dnsaddr/"
+"""A name that begins so stands for a list of addresses, not for one."""
 
 
 def peers_key(run_id: str) -> str:
@@ -83,7 +82,7 @@ def bounds_of(key: str) -> KeyBounds | None:
     if key == RUNS_KEY:
         return _RUNS
     parts = key.split("/")
-    if len(parts) != 3 or parts[0] != "spes-p2p" or not re.fullmatch(_RUN_ID, parts[1]):
+    if len(parts) != 3 or parts[0] != "spes-p2p" or not re.fullmatch(RUN_ID, parts[1]):
         return None
     return _OF_A_RUN.get(parts[2])
 

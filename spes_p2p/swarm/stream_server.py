@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from spes_p2p import failpoints, wire
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import NOBODY, PeerId
 from spes_p2p.swarm.calls import MAX_WORDS
 from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.pacing import Pacer
@@ -42,7 +42,6 @@ from spes_p2p.swarm.streams import (
 
 KEEPALIVE_SECONDS = 1.0
 STREAMS = DoorLimits(Rate(200.0, 2000.0), Rate(50.0, 500.0), Rate(200.0, 2000.0))
-NOBODY = PeerId("")
 _CHECKED_PER_TURN = 16
 _NO_WORDS = 2
 """If more than this many times the allowed number of streams are open, a new one is closed without being read."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash, sha256, short
-from spes_p2p.state.hashes import HASH_BYTES, hash_tile
+from spes_p2p.ids import HASH_BYTES, Hash, sha256, short
+from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.swarm.streams import MAX_HEADER_BYTES
 from spes_p2p.wire import pack, unpack

@@ -14,8 +14,8 @@ from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Merge, Slice
 from spes_p2p.consensus.rules import MergeKind
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
-from spes_p2p.ids import Hash, short
-from spes_p2p.state.hashes import HASH_BYTES, split_hashes
+from spes_p2p.ids import HASH_BYTES, Hash, short
+from spes_p2p.state.hashes import split_hashes
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore

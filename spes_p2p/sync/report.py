@@ -15,12 +15,12 @@ from typing import Any
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import NOBODY, Admission, electors
+from spes_p2p.consensus.membership import Admission, electors
 from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import NOBODY, PeerId
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
 from spes_p2p.swarm.ports import Network, Transport

@@ -23,7 +23,7 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import LEAST_NEW, MAX_MEMBERS, NOBODY, Member, with_votes
+from spes_p2p.consensus.membership import LEAST_NEW, MAX_MEMBERS, Member, with_votes
 from spes_p2p.consensus.messages import (
     DEGRADED,
     QUORUM,
@@ -43,7 +43,7 @@ from spes_p2p.consensus.rules import (
 )
 from spes_p2p.consensus.slices import Turn, plan_slices
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import NOBODY, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest, columns_of
 from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun

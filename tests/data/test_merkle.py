@@ -6,16 +6,8 @@ import hashlib
 
 import pytest
 
-from spes_p2p.data.merkle import (
-    EMPTY_ROOT,
-    HASH_BYTES,
-    leaf_hash,
-    level_sizes,
-    parents,
-    proof_length,
-    root_by,
-    siblings,
-)
+from spes_p2p.data.merkle import EMPTY_ROOT, leaf_hash, level_sizes, parents, proof_length, root_by, siblings
+from spes_p2p.ids import HASH_BYTES
 
 
 def defined_root(leaves: list[bytes]) -> bytes:

@@ -18,13 +18,13 @@ from cryptography.x509.oid import NameOID
 
 from spes_p2p.data import web_client, web_shards
 from spes_p2p.data.manifest import Dataset
-from spes_p2p.data.merkle import HASH_BYTES
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.data.trees import TREES, FolderPieces
 from spes_p2p.data.web_client import WebClient
 from spes_p2p.data.web_shards import WebMirrors
 from spes_p2p.data.web_url import WebAccess, WebFolder
 from spes_p2p.errors import NetworkError
+from spes_p2p.ids import HASH_BYTES
 from tests.data.web_server import Asked, Faults, WebServer
 
 

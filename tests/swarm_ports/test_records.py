@@ -15,7 +15,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm import envelope, records
 from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
-from spes_p2p.swarm.vitals import PeerWarning, Vitals
+from spes_p2p.swarm.vitals import MAX_ROUND, PeerWarning, Vitals
 
 ANNA, BEN = PeerId("anna"), PeerId("ben")
 KEY = records.peers_key("tiny")
@@ -145,7 +145,7 @@ def test_what_peers_write_fits_under_its_key() -> None:
     addresses = ("/" + "x" * (records.MAX_ADDRESS_CHARACTERS - 1),) * records.MAX_ADDRESSES
     run = dataclasses.replace(RUN, run_id="r" * 64, organiser=PeerId("o" * 128), head=bytes(32), addresses=addresses)
     head = HeadRecord(
-        records.MAX_ROUND, sha256(b""), bytes(records.MAX_CERTIFICATE_BYTES), bytes(records.MAX_MANIFEST_BYTES), 2**40
+        MAX_ROUND, sha256(b""), bytes(records.MAX_CERTIFICATE_BYTES), bytes(records.MAX_MANIFEST_BYTES), 2**40
     )
     for key, record in ((records.RUNS_KEY, run), (records.heads_key("tiny"), head)):
         envelope.seal(FakeKeys().signer(ANNA), key, wire.pack(record), 100.0)

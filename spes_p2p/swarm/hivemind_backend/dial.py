@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.records import LISTING, MAX_ADDRESSES
 
 PROBE_SECONDS = 2.0
-LISTING = "/dnsaddr/"
 _THROUGH_OTHERS = {"p2p", "p2p-circuit"}
 """Parts of an address that leads over another peer: a relay, which this network has none of."""
-MAX_ADDRESSES = 16
 
 
 class Dialled(enum.Enum):

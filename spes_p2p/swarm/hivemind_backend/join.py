@@ -20,8 +20,9 @@ from spes_p2p.errors import ClockSkewed, NobodyAnswers, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
 from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
-from spes_p2p.swarm.hivemind_backend.dial import LISTING, Address, Dialled, dial, is_listing, parse_address, said_of
+from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, is_listing, parse_address, said_of
 from spes_p2p.swarm.hivemind_backend.hello import Met, greet
+from spes_p2p.swarm.records import LISTING
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver
