@@ -22,6 +22,7 @@ from spes_p2p.cli.arguments import (
     option,
 )
 from spes_p2p.files import PEER_FOLDER, in_folder
+from spes_p2p.observe.metrics import amount_text
 from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def verdict(checks: list[Check], invitation: str | None = None, output: Path = P
     warned = sum(check.level == "warning" for check in checks)
     if failed:
         return f"\nthis machine cannot train in the run yet: {', '.join(failed)}"
-    hints = f", with {warned} {'warning' if warned == 1 else 'warnings'}" if warned else ""
+    hints = f", with {amount_text(warned, 'warning')}" if warned else ""
     if any(check.name == "fit" for check in checks):
         command = in_folder(f"spes-p2p join {invitation or 'spes1...'}", output, PEER_FOLDER, "--output")
         return f"\nthis machine can train in the run{hints}: {to_type(command)}"

@@ -16,7 +16,7 @@ import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met, option
 from spes_p2p.ids import short
-from spes_p2p.observe.metrics import count_text, seconds_text, span_text
+from spes_p2p.observe.metrics import amount_text, count_text, seconds_text, span_text
 from spes_p2p.observe.text import to_type
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
     if report.columns:
         lines += ["", *_columns(report)]
     if report.probation:
-        waiting = (f"{short(peer)} ({_count(audits, 'audit')} to pass)" for peer, audits in report.probation)
+        waiting = (f"{short(peer)} ({amount_text(audits, 'audit')} to pass)" for peer, audits in report.probation)
         lines += ["", f"on probation: {', '.join(waiting)}"]
     if report.banned:
         lines += ["", f"banned: {', '.join(map(short, report.banned))}"]
@@ -161,8 +161,8 @@ def _certificate(report: RunReport) -> str:
 
     if not report.certificate:
         waiting = sum(peer.state == "waiting" for peer in report.peers)
-        return f"the run has not begun: {_count(waiting, 'peer')} waiting"
-    signed = _count(report.seals, "signature")
+        return f"the run has not begun: {amount_text(waiting, 'peer')} waiting"
+    signed = amount_text(report.seals, "signature")
     by = f"DEGRADED, {signed} by those members who could be heard" if report.degraded else signed
     if report.certificate == "organiser":
         by = "DEGRADED, signed by the organiser for new members"
@@ -170,7 +170,7 @@ def _certificate(report: RunReport) -> str:
         by = "signed by the organiser"
     age = "" if report.head_age_seconds is None else f", {seconds_text(report.head_age_seconds)} old"
     checked = "" if report.certificate == GENESIS else ", checked" if report.checked else ", NOT CHECKED"
-    votes = "" if report.is_over else f"; {_count(report.electors, 'elector')} for the next round"
+    votes = "" if report.is_over else f"; {amount_text(report.electors, 'elector')} for the next round"
     return f"newest certificate: {by}{checked}{age}{votes}"
 
 
@@ -194,7 +194,7 @@ def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
     live = [peer for peer in peers if peer.state == "member"]
     if live:
         speed = count_text(sum(peer.tokens_per_second for peer in live))
-        lines.append(f"{_count(len(live), 'live member')}, {speed} tokens/s together")
+        lines.append(f"{amount_text(len(live), 'live member')}, {speed} tokens/s together")
     return lines
 
 
@@ -210,11 +210,7 @@ def _columns(report: RunReport) -> list[str]:
     for (_, stale), group in groupby(report.columns, key=same):
         columns = list(group)
         owners = ", ".join(short(owner) for owner in columns[0].owners) or "nobody"
-        age = f", last trained {_count(stale, 'round')} ago" if stale else ""
+        age = f", last trained {amount_text(stale, 'round')} ago" if stale else ""
         age = ", never trained" if stale and stale == report.round else age
         lines.append(f"  {span_text([column.index for column in columns]):<9} {owners}{age}")
     return lines
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -18,6 +18,11 @@ class Ema:
         return self.value
 
 
+def amount_text(number: int, what: str) -> str:
+    """(1, "peer") to "1 peer", (2, "peer") to "2 peers"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def count_text(count: float) -> str:
     """12345 to "12.3k"."""
     return _scaled(count, ("", "k", "M", "B", "T"))

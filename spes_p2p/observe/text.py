@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spes_p2p.ids import short
 from spes_p2p.observe import events as on
-from spes_p2p.observe.metrics import bytes_texts, count_text, seconds_text, span_text
+from spes_p2p.observe.metrics import amount_text, bytes_texts, count_text, seconds_text, span_text
 
 NAME = "spes-p2p"
 CALLED_AS = "SPES_CALLED_AS"
@@ -75,8 +75,7 @@ def _round_line(event: on.Round) -> str:
     synced = f"synced in {seconds_text(sum(event.seconds.values()) - training)}"
     without = " (without this peer)" if event.own_tokens == 0 and event.roster_size else ""
     parts = [
-        f"round {event.round} {event.commit} at step {event.step}: "
-        f"{event.roster_size} {'peer' if event.roster_size == 1 else 'peers'}{without}",
+        f"round {event.round} {event.commit} at step {event.step}: {amount_text(event.roster_size, 'peer')}{without}",
         f"{count_text(event.tokens)} tokens",
         "{} sent, {} received".format(*bytes_texts(event.bytes_sent, event.bytes_received)),
         synced if not event.own_tokens and not training else f"trained for {seconds_text(training)}, {synced}",

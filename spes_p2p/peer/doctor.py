@@ -35,6 +35,7 @@ from spes_p2p.errors import (
 )
 from spes_p2p.exchange.piece_fetcher import fetch_catalogue
 from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.observe.metrics import amount_text
 from spes_p2p.peer.checks import (
     Check,
     Disk,
@@ -222,7 +223,7 @@ def _reach_check(network: HivemindNetwork) -> Check:
 
 
 def _run_check(group: RunGroup, peers: int) -> Check:
-    return Check("run", "ok", f"{group.run_id}, round {group.round}, {peers} {'peer' if peers == 1 else 'peers'}")
+    return Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(peers, 'peer')}")
 
 
 async def _look_at_data(

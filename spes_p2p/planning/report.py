@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spes_p2p.config.schema import Config
+from spes_p2p.observe.metrics import amount_text
 from spes_p2p.planning.budget import MARGIN_SHARE
 from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
 from spes_p2p.planning.options import EIGHT_BIT_INSTALL, Options, is_agreed
@@ -102,7 +103,7 @@ def organisers_choice(override: str) -> bool:
 
 
 def _sentence(self: Answer, found: Search) -> str:
-    before, columns = Options.of(self.question.config), _columns(found.wanted)
+    before, columns = Options.of(self.question.config), amount_text(found.wanted, "expert column")
     needed = gib_text(self.memory.total)
     room = f"the {gib_text(self.usable_bytes)} that {gib_text(self.question.memory_bytes or 0)} leave after a margin"
     if found.chosen is not None and found.chosen.options == before:
@@ -113,14 +114,10 @@ def _sentence(self: Answer, found: Search) -> str:
     if found.nearest is None:
         least = gib_text(found.least_bytes)
         return f"{not_at_all}, nor does a peer without columns, which needs {least}; take a larger GPU."
-    nearest = f"{_columns(found.nearest.owned)} with {_text(found.nearest, before)}"
+    nearest = f"{amount_text(found.nearest.owned, 'expert column')} with {_text(found.nearest, before)}"
     return f"{not_at_all}; the closest option that fits: {nearest}."
 
 
 def _text(fit: Fit, before: Options) -> str:
     changes = ", ".join(fit.options.changes(before)) or "the options as they are"
     return f"{changes} ({gib_text(fit.memory.total)})"
-
-
-def _columns(count: int) -> str:
-    return f"{count} expert column{'' if count == 1 else 's'}"

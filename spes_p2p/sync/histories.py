@@ -11,7 +11,7 @@ from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.observe.metrics import seconds_text
+from spes_p2p.observe.metrics import amount_text, seconds_text
 
 if TYPE_CHECKING:
     from spes_p2p.sync.catch_up import ForkPoint
@@ -128,7 +128,8 @@ class Fork:
             found += [
                 f"  {side.name}: rounds {self.round + 1} to {side.round} (first certificate: {side.kind}), "
                 f"{side.tokens:,} tokens{age}",
-                f"    {_count(side.members, 'member')}, {_count(side.electors, 'elector')}; announced by {who}{more}",
+                f"    {amount_text(side.members, 'member')}, {amount_text(side.electors, 'elector')}; "
+                f"announced by {who}{more}",
                 *(f"    choosing it loses {text}" for text in self.lost_texts(side.child)),
                 f"    spes-p2p run choose {side.name}",
             ]
@@ -137,15 +138,11 @@ class Fork:
     def lost_texts(self, child: str) -> list[str]:
         """What choosing `child` costs, of each other history."""
         return [
-            f"{_count(side.rounds, 'round')} with {side.tokens:,} tokens of {side.name}: "
-            f"{_count(side.members, 'member')} of it would switch"
+            f"{amount_text(side.rounds, 'round')} with {side.tokens:,} tokens of {side.name}: "
+            f"{amount_text(side.members, 'member')} of it would switch"
             for other, side in sorted(self.sides.items())
             if other != child
         ]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def choose_child(forks: Iterable[Fork], digits: str) -> tuple[Fork, Side]:
