@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -27,13 +26,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.locks import Scratch
+from spes_p2p.parent import end_with
 from spes_p2p.peer.devices import choose_device
 from spes_p2p.testing.comparison.arms import ARMS, BENCHMARKS, REFERENCE, Benchmark, Setting, check_arms
 from spes_p2p.testing.comparison.outcomes import Job, Outcome, Results
@@ -85,7 +85,7 @@ class Children:
         command = [sys.executable, __file__, *map(str, words)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
         with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, env=environment, preexec_fn=end_with_parent
+            command, stdout=subprocess.DEVNULL, env=environment, preexec_fn=partial(as_child_of, os.getpid())
         ) as process:
             self._running.add(process)
             if self._is_over:  # just now
@@ -100,14 +100,10 @@ class Children:
         return outcome
 
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent() -> None:
-    """In a child: the kernel ends it when the thread that started it ends, however that comes; Ctrl-C is not for it."""
+def as_child_of(parent: int) -> None:
+    """In a child: it ends when the thread that started it does, however that comes; Ctrl-C is not for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(parent, signal.SIGKILL)
 
 
 def make_data(folder: Path) -> Path:
