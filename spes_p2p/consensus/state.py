@@ -341,6 +341,16 @@ class State:
         own = self.own.incarnation
         return any(m.peer == self.me and m.incarnation == own for m in self.tip.members)
 
+    def bound_manifests(self) -> list[Manifest]:
+        """Those whose state we have signed for, or know to be decided."""
+        contents, decided = self.round.contents, self.round.decided
+        signed = [contents[name].manifest for name in sorted(self.record.pinned) if name in contents]
+        return signed + ([decided.manifest] if decided is not None else [])
+
+    def is_bound(self, root: Hash) -> bool:
+        """Whether this state must stay here: see `bound_manifests`."""
+        return any(manifest.state_root == root for manifest in self.bound_manifests())
+
     def is_elector(self) -> bool:
         return self.electors.get(self.me) == self.own.incarnation
 

@@ -2,12 +2,13 @@
 
 A state that this peer has signed for stays whole and durable until a commit takes its place: what is staged after that
 goes to a second area beside it. `open` decides where to and is called on the loop's thread, before anything is written;
-the long methods run in a thread, one at a time. Votes, messages and the network are others' business.
+the long methods run in a thread, one at a time, under `lock`. Votes, messages and the network are others' business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.consensus.content import Content
@@ -42,6 +43,8 @@ class CandidateState:
     _merge_kind: MergeKind = "paper"
 
     def __post_init__(self) -> None:
+        self.lock = asyncio.Lock()
+        """Held by who writes here, or publishes what is here."""
         self._outer: OuterSteps | None = None
         self._tip = -1
         self._work: Staging | None = None
@@ -86,10 +89,6 @@ class CandidateState:
         """The staged state with this root, whole and on disk."""
         staging = self._finished(root)
         return staging.finished if staging else None
-
-    def lost(self, roots: Collection[Hash]) -> tuple[Hash, ...]:
-        """Those of `roots` whose state is not whole on disk any more."""
-        return tuple(sorted(root for root in roots if self.finished(root) is None))
 
     def publish(self, root: Hash) -> Version:
         """Makes the staged state the committed one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
@@ -17,13 +16,12 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.forks import ForkDecision, parted_text, tokens_lost
 from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
-from spes_p2p.sync.dispatcher import Dispatcher, Votes
+from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.round_executor import RoundExecutor
 
@@ -88,9 +86,6 @@ class History(Protocol[S]):
         `first` is the child of the tip that we had, `fork` what we left for it.
         """
 
-    def is_finished(self, root: Hash) -> bool:
-        """Whether the staged state with this root is whole on disk."""
-
 
 def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S]) -> Coroutine[Any, Any, None]:
     """How an action that takes long is carried out."""
@@ -115,21 +110,16 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
             return committer.catch_up(action)
 
 
-@dataclass(eq=False)
 class Committer(Generic[S]):
-    """Carries out Adopt and CatchUp. `lock` is held by who writes to the candidate state, or publishes it."""
+    """Carries out Adopt and CatchUp."""
 
-    _dispatcher: Dispatcher
-    _votes: Votes
-    _history: History[S]
-    _lock: AbstractAsyncContextManager[Any]
-    _now: Callable[[], float]
-    _notice: Callable[[do.Notice], None]
-    _choices: Choices
-
-    def __post_init__(self) -> None:
-        self._core: Consensus = self._dispatcher.core
-        self._tell = self._dispatcher.tell
+    def __init__(self, dispatcher: Dispatcher, history: History[S], choices: Choices) -> None:
+        self._dispatcher = dispatcher
+        self._core, self._votes = dispatcher.core, dispatcher.votes
+        self._candidate, self._lock = dispatcher.candidate, dispatcher.candidate.lock
+        self._tell, self._notice, self._now = dispatcher.tell, dispatcher.notice, dispatcher.now
+        self._history = history
+        self._choices = choices
         self._parted: set[Hash] = set()
         """Manifests after which another final history than ours goes on, and of which a person was told."""
 
@@ -142,9 +132,8 @@ class Committer(Generic[S]):
         async with self._lock:
             if commit.manifest.parent != self._core.tip_hash:
                 return
-            if not self._history.is_finished(commit.manifest.state_root):
-                verified = self._core.state.round.verified_roots()
-                self._tell(on.StateLost(tuple(sorted(r for r in verified if not self._history.is_finished(r)))))
+            if self._candidate.finished(commit.manifest.state_root) is None:
+                self._dispatcher.tell_lost()
                 self._tell(on.AdoptFailed())
                 return
             await self._history.commit(commit)

@@ -97,9 +97,6 @@ class DiskHistory:
     def ledger(self, round: int) -> Ledger:
         return self._chain.ledger(round)
 
-    def is_finished(self, root: Hash) -> bool:
-        return self._candidate.finished(root) is not None
-
     # ---- what others have ----
 
     def hear(self, commit: Commit | None) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -16,7 +17,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.failpoints import reached
@@ -48,6 +49,29 @@ class Votes(Protocol):
         """Raises StorageFull."""
 
 
+class Lock(AbstractAsyncContextManager[Any], Protocol):
+    """Held by one piece of work at a time."""
+
+    def locked(self) -> bool: ...
+
+
+class Candidate(Protocol):
+    """The next state in the making, on the disk of one peer (see `CandidateState`)."""
+
+    @property
+    def lock(self) -> Lock:
+        """Held by who writes to it, or publishes it."""
+
+    def open(self) -> None:
+        """Makes ready for writing: a state that was made, but not signed for, is undone."""
+
+    def recover(self) -> None:
+        """After a restart, drops what is unfinished and finds the state that we signed for."""
+
+    def finished(self, root: Hash) -> object | None:
+        """The staged state with this root, if it is whole on disk."""
+
+
 class Owner(Protocol):
     """Who the dispatcher works for; the callbacks of `Hooks` that it needs."""
 
@@ -73,26 +97,27 @@ class Effects(Protocol):
     def make_room(self) -> None:
         """The disk is full: work that needs room ends, and what is kept for others goes."""
 
-    def is_writing(self) -> bool:
-        """Whether the next state is being written just now."""
-
-    def recover(self) -> None:
-        """After a restart, drops unfinished parts of the next state and finds the state that we signed for."""
-
-    def is_finished(self, root: Hash) -> bool:
-        """Whether the staged state with this root is whole on disk."""
-
 
 class Dispatcher:
     """Feeds one `Consensus`, and begins what it decides."""
 
-    def __init__(self, core: Consensus, votes: Votes, owner: Owner, effects: Effects, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        core: Consensus,
+        votes: Votes,
+        candidate: Candidate,
+        owner: Owner,
+        effects: Effects,
+        now: Callable[[], float],
+    ) -> None:
         """`now()`: seconds of a monotonic clock."""
         self.core = core
-        self._votes = votes
+        self.votes = votes
+        self.candidate = candidate
+        self.notice = owner.notice
+        self.now = now
         self._owner = owner
         self._effects = effects
-        self._now = now
         self._queue: deque[do.Action] = deque()
         self._is_beginning = False
         self._retry_at: float | None = None
@@ -109,18 +134,18 @@ class Dispatcher:
     def tell(self, event: on.Event) -> None:
         """Something happened: the state machine decides, and what it decides is begun."""
         event = placed(event, self.core.tips_to_look_up(event), self._effects.is_ours)
-        self.carry_out(self.core.handle(event, self._now()))
+        self.carry_out(self.core.handle(event, self.now()))
 
     def reply_to(self, peer: PeerId) -> Envelope:
         """What to answer a peer that has just sent us something."""
-        [reply] = self.core.handle(on.ReplyRequested(peer), self._now())
+        [reply] = self.core.handle(on.ReplyRequested(peer), self.now())
         assert isinstance(reply, do.Send)
         return reply.envelope
 
     def tick(self) -> None:
         """Time passed: at least once a heartbeat."""
         self.tell(on.ClockTicked())
-        if self._retry_at is not None and self._now() > self._retry_at and not self._effects.is_writing():
+        if self._retry_at is not None and self.now() > self._retry_at and not self.candidate.lock.locked():
             self._retry_at = None
             self.tell(on.DiskHasRoom())
             self._recover()
@@ -144,23 +169,23 @@ class Dispatcher:
                 self._persist(action)
             case do.Forget():
                 try:
-                    self._votes.forget(action.above)
+                    self.votes.forget(action.above)
                 except StorageFull as error:
                     self.disk_is_full(error)
-                self.tell(on.IncarnationBegun(self._votes.incarnation))
+                self.tell(on.IncarnationBegun(self.votes.incarnation))
             case do.Send():
                 self._effects.send(action)
             case do.CloseTraining():
                 self._owner.close_training()
             case do.Notice():
-                self._owner.notice(action)
+                self.notice(action)
             case _ if self._retry_at is None:
                 self._effects.begin(action)
 
     def _persist(self, action: do.Persist) -> None:
         try:
             reached(failpoints.PERSIST, peer=self.core.me, round=self.core.tip.round + 1)
-            self._votes.write(action.record)
+            self.votes.write(action.record)
             reached(failpoints.PERSISTED, peer=self.core.me, round=self.core.tip.round + 1)
         except StorageFull as error:
             self._queue.clear()  # whatever follows from a vote that is not on disk
@@ -169,23 +194,18 @@ class Dispatcher:
             self.halted = True  # not a word more: the state machine takes the vote for given
             self._owner.failed(error)
 
-    # ---- what binds us ----
-
-    def is_bound(self, root: Hash) -> bool:
-        """Whether we have signed for this state, or know it to be decided."""
-        return any(manifest.state_root == root for manifest in self._binding())
-
-    def _binding(self) -> list[Manifest]:
-        current = self.core.state.round
-        pinned = sorted(self.core.state.record.pinned)
-        manifests = [current.contents[name].manifest for name in pinned if name in current.contents]
-        return manifests + ([current.decided.manifest] if current.decided is not None else [])
+    # ---- the next state ----
 
     def _recover(self) -> None:
-        self._effects.recover()
-        for manifest in self._binding():
-            if self._effects.is_finished(manifest.state_root):
+        self.candidate.recover()
+        for manifest in self.core.state.bound_manifests():
+            if self.candidate.finished(manifest.state_root) is not None:
                 self.tell(on.StateVerified(manifest_hash(manifest)))
+
+    def tell_lost(self) -> None:
+        """States that were verified here and are not whole any more count as verified no longer."""
+        verified = self.core.state.round.verified_roots()
+        self.tell(on.StateLost(tuple(sorted(root for root in verified if self.candidate.finished(root) is None))))
 
     # ---- a full disk ----
 
@@ -199,13 +219,13 @@ class Dispatcher:
         if not self.was_full:
             self.was_full = True
             goes_on = "no newer state is taken" if self._looks_on else "training continues, but this peer cannot vote"
-            self._owner.notice(do.Notice("disk", f"{error}; {goes_on} until there is room"))
+            self.notice(do.Notice("disk", f"{error}; {goes_on} until there is room"))
         self._effects.make_room()
-        self._retry_at = self._now() + RETRY_HEARTBEATS * self.core.state.pace.heartbeat_seconds
-        self.tell(on.DiskFull(self._votes.record))
+        self._retry_at = self.now() + RETRY_HEARTBEATS * self.core.state.pace.heartbeat_seconds
+        self.tell(on.DiskFull(self.votes.record))
 
     def found_room(self) -> None:
         """A commit was written."""
         if self.was_full and not self.is_full:
             self.was_full = False
-            self._owner.notice(do.Notice("disk", "there is disk space again"))
+            self.notice(do.Notice("disk", "there is disk space again"))

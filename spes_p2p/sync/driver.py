@@ -179,7 +179,11 @@ class Driver:
         for problem in disk.residuals.problems:
             hooks.notice(do.Notice("disk", problem))
         layout, rules, pace = run.layout, core.state.rules, core.state.pace
-        self._dispatcher = Dispatcher(core, disk.votes, hooks, self, clock.now)
+        self._candidate = CandidateState(
+            disk.store, layout, run.config.sync.merge_top_k, core.state.is_bound, rules.merge_kind
+        )
+        self._candidate.enter(core.tip.round, outer_steps(rules, core.tip))
+        self._dispatcher = Dispatcher(core, disk.votes, self._candidate, hooks, self, clock.now)
         self._tell = self._dispatcher.tell
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: pace.suspect_seconds,
@@ -187,10 +191,6 @@ class Driver:
             Door(SIGNATURES, lambda peer: self.answers.knows(peer), clock),
         )  # fmt: skip
         self._fetchers = Fetchers(core, transport, layout, clock, self._tell)
-        self._candidate = CandidateState(
-            disk.store, layout, run.config.sync.merge_top_k, self._dispatcher.is_bound, rules.merge_kind
-        )
-        self._candidate.enter(core.tip.round, outer_steps(rules, core.tip))
         self._retention = Retention(disk.store, clock.now)
         self._states = CommittedStates(core, disk, self._retention, hooks, self._tasks)
         decay = run.config.sync.residual_decay
@@ -206,8 +206,8 @@ class Driver:
             ),
             self._fetchers.urgent, self._tasks, hooks.notice, role.held_bytes,
         )  # fmt: skip
-        self._lock, self._committing = asyncio.Lock(), asyncio.Lock()
-        self._executor = RoundExecutor(core, self._work, self._lock, self._tell, hooks.notice, clock.now)
+        self._committing = asyncio.Lock()
+        self._executor = RoundExecutor(self._dispatcher, self._work)
         self._catching_up = (CatchUp if disk.keeps_states else HeadersOnly)(
             run.info, rules, checker.check, disk.chain, disk.store, self._fetchers.later, self._tasks.in_thread
         )
@@ -216,9 +216,7 @@ class Driver:
             disk, self._candidate, self._catching_up, self._tasks, self._states, self._log, hooks
         )
         self._choices = Choices(role.follow)
-        self._committer: Committer[Fetched] = Committer(
-            self._dispatcher, disk.votes, self._history, self._lock, clock.now, hooks.notice, self._choices
-        )
+        self._committer: Committer[Fetched] = Committer(self._dispatcher, self._history, self._choices)
         self._serving = Serving(
             run.info, disk.chain, disk.store, outgoing.shown, disk.moments, disk.data,
             partial(witness, disk.chain, node.sealer, run.info.fingerprint),
@@ -330,16 +328,7 @@ class Driver:
     def make_room(self) -> None:
         self._history.cancel()  # asked for again when there is room
         self._retention.clear()
-        self._tasks.spawn(self._states.make_room(self._lock))
-
-    def is_writing(self) -> bool:
-        return self._lock.locked()
-
-    def recover(self) -> None:
-        self._candidate.recover()
-
-    def is_finished(self, root: Hash) -> bool:
-        return self._candidate.finished(root) is not None
+        self._tasks.spawn(self._states.make_room(self._candidate.lock))
 
 
 def open_disk(place: JoinedRun, run: Run, folder: Path, data: Callable[[DataRequest], Blob] | None = None) -> Disk:

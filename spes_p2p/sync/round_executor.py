@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from spes_p2p import failpoints
@@ -27,6 +27,7 @@ from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.audit import OtherValues
 from spes_p2p.sync.coding import UnfitTile
+from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.fraud import Charge, judged
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 from spes_p2p.sync.round_work import RoundWork, SliceWork
@@ -42,9 +43,7 @@ class Collector:
     """
 
     def __init__(self, core: Consensus, work: RoundWork, now: Callable[[], float]) -> None:
-        self._core = core
-        self._work = work
-        self._now = now
+        self._core, self._work, self._now = core, work, now
         self._slow: tuple[Hash, set[PeerId]] = (NO_HASH, set())
 
     async def contributions(self, plan: Plan, piece: Slice, values: SliceWork) -> dict[PeerId, str]:
@@ -107,22 +106,15 @@ class Collector:
         return self._slow[1]
 
 
-@dataclass(eq=False)
 class RoundExecutor:
-    """Carries out Reduce, Fetch, Build and Verify. `tell` hears how they went.
+    """Carries out Reduce, Fetch, Build and Verify. The dispatcher is told how they went."""
 
-    `lock` is held by who writes to the candidate state, or publishes it.
-    """
-
-    _core: Consensus
-    _work: RoundWork
-    _lock: AbstractAsyncContextManager[Any]
-    _tell: Callable[[on.Event], None]
-    _notice: Callable[[do.Notice], None]
-    _now: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self._collector = Collector(self._core, self._work, self._now)
+    def __init__(self, dispatcher: Dispatcher, work: RoundWork) -> None:
+        self._dispatcher = dispatcher
+        self._core, self._candidate, self._lock = dispatcher.core, dispatcher.candidate, dispatcher.candidate.lock
+        self._tell, self._notice, self._now = dispatcher.tell, dispatcher.notice, dispatcher.now
+        self._work = work
+        self._collector = Collector(self._core, work, self._now)
         self._told: tuple[Hash, set[tuple[PeerId, str]]] = (NO_HASH, set())
 
     # ---- reducing ----
@@ -253,7 +245,7 @@ class RoundExecutor:
             try:
                 async with self._lock:
                     await self._work.bring(action, self._others(), self._open)
-                harmful = await self._work.harmful(action, self._lock)
+                harmful = await self._work.harmful(action)
                 async with self._lock:  # a state that was to be made before may have taken them back meanwhile
                     are_here = not await self._work.bring(action, self._others(), self._open)
             except TileDamaged:  # mended beside
@@ -305,7 +297,7 @@ class RoundExecutor:
             self._tell(on.StateVerified(name))
 
     async def _make(self, content: Content) -> None:
-        if self._work.is_finished(content.manifest.state_root):
+        if self._candidate.finished(content.manifest.state_root) is not None:
             return
         self._work.check(content)
         self._open()
@@ -323,8 +315,8 @@ class RoundExecutor:
 
     def _open(self) -> None:
         """What was made and not signed for is undone: it counts as verified no longer."""
-        self._work.open()
-        self._tell(on.StateLost(self._work.lost(self._core.state.round.verified_roots())))
+        self._candidate.open()
+        self._dispatcher.tell_lost()
 
     def _others(self) -> list[PeerId]:
         """Living peers, any of whom may have staged the same."""

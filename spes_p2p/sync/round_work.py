@@ -71,15 +71,6 @@ class RoundWork(Protocol):
     async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """The results of all, beside each other where that is of use."""
 
-    def open(self) -> None:
-        """Makes ready for writing: a state that was made, but not signed for, is undone."""
-
-    def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
-        """Those of `roots` whose state is not whole on disk any more."""
-
-    def is_finished(self, root: Hash) -> bool:
-        """Whether the staged state with this root is whole on disk."""
-
     async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
         """Brings tiles here, those of `sure` first; how far they go, in lengths of what was trained here on `head`.
 
@@ -95,10 +86,10 @@ class RoundWork(Protocol):
         `open_` makes ready for writing. Raises NetworkError, RemoteProtocolError, TileDamaged.
         """
 
-    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+    async def harmful(self, action: do.Try) -> frozenset[int]:
         """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
 
-        What is staged is read under `lock`. Raises TileDamaged.
+        Raises TileDamaged.
         """
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:

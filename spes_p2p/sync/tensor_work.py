@@ -142,15 +142,6 @@ class TensorWork:
 
     # ---- the candidate state ----
 
-    def open(self) -> None:
-        self._candidate.open()
-
-    def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
-        return self._candidate.lost(tuple(roots))
-
-    def is_finished(self, root: Hash) -> bool:
-        return self._candidate.finished(root) is not None
-
     async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
         likeness, is_audited = Likeness(), self._disk.rules.audited_share > 0
         layout = self._disk.layout.in_round(self._candidate.round)
@@ -189,11 +180,11 @@ class TensorWork:
         await self._gather(slices, joined, holders, exactly=False)
         return True
 
-    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+    async def harmful(self, action: do.Try) -> frozenset[int]:
         judge = self._disk.judge()
         if judge is None:
             return frozenset()
-        async with lock:
+        async with self._candidate.lock:
             new = await self._tasks.in_thread(self._candidate.blocks)
         committed, columns = self._disk.committed(), [column.block - 1 for column in action.columns]
         return await self._tasks.in_thread(lambda: judge.harmful(committed, new, columns))

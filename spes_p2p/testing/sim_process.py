@@ -102,7 +102,7 @@ class SimProcess:
     def has_made(self, manifest: Manifest) -> bool:
         """Whether the state of a manifest is staged here; what it did not sign for is gone with a crash."""
         root, verified = manifest.state_root, self.core.state.round.verified
-        is_kept = manifest_hash(manifest) in verified or self.driver.dispatcher.is_bound(root)
+        is_kept = manifest_hash(manifest) in verified or self.core.state.is_bound(root)
         return is_kept and root in self._disk.finished
 
     # ---- Surroundings ----

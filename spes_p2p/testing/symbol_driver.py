@@ -29,7 +29,15 @@ from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.sim_state import Disk, State, root_of
-from spes_p2p.testing.symbols import PUBLISHING_SECONDS, Died, Lock, Pause, Surroundings, SymbolWork
+from spes_p2p.testing.symbols import (
+    PUBLISHING_SECONDS,
+    Died,
+    Lock,
+    Pause,
+    Surroundings,
+    SymbolCandidate,
+    SymbolWork,
+)
 
 
 class SymbolVotes:
@@ -90,9 +98,6 @@ class SymbolHistory:
 
     def ledger(self, round: int) -> Ledger:
         return self._disk.ledger(round)
-
-    def is_finished(self, root: Hash) -> bool:
-        return root in self._disk.finished
 
     @contextmanager
     def being_fetched(self) -> Iterator[None]:
@@ -188,8 +193,10 @@ class SymbolHistory:
 class SymbolDispatcher(Dispatcher):
     """Checks what no driver looks at, and lets a peer die before any action."""
 
-    def __init__(self, core: Consensus, votes: SymbolVotes, effects: SymbolDriver, around: Surroundings) -> None:
-        super().__init__(core, votes, effects, effects, around.now)
+    def __init__(self, driver: SymbolDriver, around: Surroundings) -> None:
+        core, disk = driver.core, driver.disk
+        votes, candidate = SymbolVotes(disk, around, core.me), SymbolCandidate(core, disk)
+        super().__init__(core, votes, candidate, driver, driver, around.now)
         self._around = around
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
@@ -213,15 +220,10 @@ class SymbolDriver:
         self.core = core
         self.disk = disk
         self._around = around
-        votes = SymbolVotes(disk, around, core.me)
-        self.dispatcher = SymbolDispatcher(core, votes, self, around)
-        self.lock = Lock()
+        self.dispatcher = SymbolDispatcher(self, around)
         self.history = SymbolHistory(core, disk, around)
-        work = SymbolWork(self.dispatcher, disk, around)
-        self.executor = RoundExecutor(core, work, self.lock, self.dispatcher.tell, around.notice, around.now)
-        self.committer: Committer[State] = Committer(
-            self.dispatcher, votes, self.history, self.lock, around.now, around.notice, Choices()
-        )
+        self.executor = RoundExecutor(self.dispatcher, SymbolWork(core, disk, around))
+        self.committer: Committer[State] = Committer(self.dispatcher, self.history, Choices())
 
     def tell(self, event: on.Event) -> None:
         self.dispatcher.tell(event)
@@ -257,8 +259,9 @@ class SymbolDriver:
         self._around.trainer.close()
 
     def notice(self, notice: do.Notice) -> None:
-        if notice.kind == "refused" and notice.peer not in self._around.judge.liars:
+        if notice.kind == "refused" and notice.peer and notice.peer not in self._around.judge.liars:
             raise Violation("refused", f"{self.core.me} refused what {notice.peer} said: {notice.text}")
+        self._around.notice(notice)
 
     def failed(self, error: BaseException) -> None:
         raise error
@@ -276,12 +279,3 @@ class SymbolDriver:
 
     def make_room(self) -> None:
         self.history.cancel()
-
-    def is_writing(self) -> bool:
-        return self.lock.is_held
-
-    def recover(self) -> None:
-        self.disk.recover(self.dispatcher.is_bound)
-
-    def is_finished(self, root: Hash) -> bool:
-        return root in self.disk.finished

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.content import Content
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Merge, Slice
 from spes_p2p.consensus.messages import Commit, Plan
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.fraud import Charge
 from spes_p2p.sync.reduce import NON_FINITE
 from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.testing.judge import Guard, Judge
-from spes_p2p.testing.sim_state import Disk, Trained, neighbours_of, reduce_tiles, split
+from spes_p2p.testing.sim_state import Disk, State, Trained, neighbours_of, reduce_tiles, split
 
 T = TypeVar("T")
 PUBLISHING_SECONDS = 0.005
@@ -43,15 +43,18 @@ class Lock:
     """Held by one piece of work at a time."""
 
     def __init__(self) -> None:
-        self.is_held = False
+        self._is_held = False
+
+    def locked(self) -> bool:
+        return self._is_held
 
     async def __aenter__(self) -> None:
-        while self.is_held:
+        while self._is_held:
             await Pause(LOCKED_SECONDS)
-        self.is_held = True
+        self._is_held = True
 
     async def __aexit__(self, *_: object) -> None:
-        self.is_held = False
+        self._is_held = False
 
 
 class Others(Protocol):
@@ -187,12 +190,29 @@ class SymbolSlice:
         return tiles
 
 
+class SymbolCandidate:
+    """The `Candidate` of a simulated peer."""
+
+    def __init__(self, core: Consensus, disk: Disk) -> None:
+        self.lock = Lock()
+        self._is_bound = core.state.is_bound
+        self._disk = disk
+
+    def open(self) -> None:
+        self._disk.open(self._is_bound)
+
+    def recover(self) -> None:
+        self._disk.recover(self._is_bound)
+
+    def finished(self, root: Hash) -> State | None:
+        return self._disk.finished.get(root)
+
+
 class SymbolWork:
     """The `RoundWork` of a simulated peer."""
 
-    def __init__(self, dispatcher: Dispatcher, disk: Disk, around: Surroundings) -> None:
-        self._dispatcher = dispatcher
-        self._rules = dispatcher.core.state.rules
+    def __init__(self, core: Consensus, disk: Disk, around: Surroundings) -> None:
+        self._rules = core.state.rules
         self._disk = disk
         self._around = around
 
@@ -203,15 +223,6 @@ class SymbolWork:
 
     async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [await work for work in works]
-
-    def open(self) -> None:
-        self._disk.open(self._dispatcher.is_bound)
-
-    def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
-        return tuple(sorted(root for root in roots if root not in self._disk.finished))
-
-    def is_finished(self, root: Hash) -> bool:
-        return root in self._disk.finished
 
     async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
         await Pause(self._around.work_seconds())
@@ -236,7 +247,7 @@ class SymbolWork:
         await self._gather(slices, joined, holders)
         return True
 
-    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+    async def harmful(self, action: do.Try) -> frozenset[int]:
         await Pause(self._around.work_seconds())
         return frozenset(column.block - 1 for column in action.columns if self._around.finds_harmful(column.name))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -117,14 +116,14 @@ def test_a_column_is_tried_by_its_own_values_though_a_state_without_it_is_made_m
     """Making another state takes back what was staged of it: by its old values it would harm nobody."""
     real, taken_back = TensorWork.harmful, set[tuple[int, tuple[bytes, ...]]]()
 
-    async def harmful(self: TensorWork, action: Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+    async def harmful(self: TensorWork, action: Try) -> frozenset[int]:
         key = id(self), tuple(column.name for column in action.columns)
         if key not in taken_back:
             taken_back.add(key)
             self._candidate._opened().forget(
                 at for column in action.columns for p in column.pieces for at in p.tile_ids
             )
-        return await real(self, action, lock)
+        return await real(self, action)
 
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm)
