@@ -15,7 +15,6 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.forks import ForkDecision, parted_text, tokens_lost
-from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
@@ -30,21 +29,10 @@ S = TypeVar("S")
 
 
 class History(Protocol[S]):
-    """The chain and the states of one peer, and what brings others' here.
+    """What changes the chain and the states of one peer, and what brings others' here.
 
     What is fetched raises NetworkError, RemoteProtocolError or TileDamaged; what is written, StorageFull.
     """
-
-    @property
-    def length(self) -> int:
-        """How many rounds the chain has, the one of genesis among them."""
-
-    def has(self, name: Hash, round: int) -> bool: ...
-
-    def commit_of(self, round: int) -> Commit: ...
-
-    def ledger(self, round: int) -> Ledger:
-        """What is counted up to a round of the chain."""
 
     @property
     def moving(self) -> AbstractAsyncContextManager[Any]:
@@ -115,7 +103,7 @@ class Committer(Generic[S]):
 
     def __init__(self, dispatcher: Dispatcher, history: History[S], choices: Choices) -> None:
         self._dispatcher = dispatcher
-        self._core, self._votes = dispatcher.core, dispatcher.votes
+        self._core, self._votes, self._chain = dispatcher.core, dispatcher.votes, dispatcher.chain
         self._candidate, self._lock = dispatcher.candidate, dispatcher.candidate.lock
         self._tell, self._notice, self._now = dispatcher.tell, dispatcher.notice, dispatcher.now
         self._history = history
@@ -161,7 +149,7 @@ class Committer(Generic[S]):
                 return
             if fork is not None:
                 await self._switch(newest, fork, state, action.holder)
-            elif self._core.still_takes(self._history.commit_of(tip + 1)):
+            elif self._core.still_takes(self._chain.commit(tip + 1)):
                 await self._follow(tip, newest, state)
             else:
                 self._tell(on.ForkRejected(action.head, look_again=True))
@@ -169,7 +157,7 @@ class Committer(Generic[S]):
     async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, ForkPoint | None, ForkDecision]:
         """(the commit to switch to, None to stay; the fork that leads to it if it is on another history)."""
         history = self._history
-        if action.round >= history.length or (action.round > tip and history.has(action.head, action.round)):
+        if action.round >= self._chain.length or (action.round > tip and self._chain.has(action.head, action.round)):
             with contextlib.suppress(HistoryDiverged):
                 return await history.headers(tip, action.holder, action.round), None, ForkDecision.MOVE
         fork = await history.meet(tip, action.holder, action.round)
@@ -193,7 +181,7 @@ class Committer(Generic[S]):
                 await self._follow(tip, commit, state)
 
     async def _follow(self, tip: int, newest: Commit, state: S) -> None:
-        first = self._history.commit_of(tip + 1).manifest
+        first = self._chain.commit(tip + 1).manifest
         await self._history.follow(first, newest, state)
         await self._applied(newest, first)
 
@@ -206,22 +194,20 @@ class Committer(Generic[S]):
         self._notice(do.Notice("fork", f"{text} (the histories split after round {fork.common.round})", holder))
         self._votes.leave(self._core.state.record)  # again: it may have voted meanwhile; from here nothing may
         self._votes.arrive(manifest_hash(commit.manifest))
-        await self._enter(on.HistorySwitched(commit, self._ledger(commit), self._votes.incarnation), None, fork)
+        ledger = self._chain.ledger(commit.manifest.round)
+        await self._enter(on.HistorySwitched(commit, ledger, self._votes.incarnation), None, fork)
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
         if self._core.state.rules.expert_rounds > 1 and (lost := lost_columns(self._core.tip, first)):
             self._tell_what_is_gone(first, lost)
-        ledger = None if commit.manifest == first else self._ledger(commit)
+        ledger = None if commit.manifest == first else self._chain.ledger(commit.manifest.round)
         await self._enter(on.CommitApplied(commit, ledger), first, None)
-
-    def _ledger(self, commit: Commit) -> Ledger:
-        return self._history.ledger(commit.manifest.round)
 
     def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
         """Reports work in columns that is lost because their owners left before handing it out."""
         rounds = range(min(child.column_rounds[column] for column in columns), child.round)
-        before = [self._history.commit_of(round).manifest for round in rounds]
+        before = [self._chain.commit(round).manifest for round in rounds]
         for column, tokens in tokens_gone(before, child, columns).items():
             since = child.column_rounds[column]
             text = f"{tokens:,} tokens trained on column {column} since round {since} are lost with its owner"

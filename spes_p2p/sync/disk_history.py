@@ -5,97 +5,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from spes_p2p import failpoints
-from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.state.store import Version
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
 from spes_p2p.sync.link_speed_check import LinkSpeedCheck
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.round_log import RoundLog
-from spes_p2p.sync.surroundings import Disk, Hooks
-from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.surroundings import Disk, PeerContext
 
 
-class CommittedStates:
-    """The versions of the state on disk: the tip, the one before it, and what somebody still reads."""
-
-    def __init__(self, core: Consensus, disk: Disk, retention: Retention, hooks: Hooks, tasks: Tasks) -> None:
-        self._core = core
-        self._store = disk.store
-        self.retention = retention
-        self._tasks = tasks
-        self._hooks = hooks
-
-    def tip(self) -> Version:
-        return self._store.version(self._core.tip.round)
-
-    def committed(self, head: Hash) -> Version | None:
-        """The state of our tip, if that is `head`. Called in threads."""
-        current = self._core.state.round  # one look: the loop goes on beside this thread
-        if current.tip_hash != head:
-            return None
-        version = self._store.version(current.tip.round)
-        return version if version.root == current.tip.state_root else None  # else another history is taking our place
-
-    async def make_room(self, lock: asyncio.Lock) -> None:
-        async with lock:  # a state that is being committed is no one to drop
-            await self.drop(self._hooks.rounds_in_use())
-
-    async def drop(self, in_use: frozenset[int]) -> None:
-        """Forgets all the others."""
-        tip = self._core.tip.round
-        states, wires = self.retention.needed(tip)
-        await self._tasks.in_thread(partial(self._drop, in_use | {tip, tip - 1} | states, wires))
-
-    def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
-        for round in set(self._store.rounds()) - keep:
-            self._store.drop(round, keep_wire=round in wires)
-        self._store.wires.drop_all_but(wires)
-
-
-@dataclass(eq=False)
 class DiskHistory:
-    """The `History` of a real peer."""
+    """The `History` of a real peer, and the states that are kept for whoever still reads them."""
 
-    disk: Disk
-    _candidate: CandidateState
-    _catching_up: CatchUp
-    _tasks: Tasks
-    _states: CommittedStates
-    _log: RoundLog
-    _hooks: Hooks
-
-    def __post_init__(self) -> None:
-        self._core = self._log.core
-        self._chain = self.disk.chain
-        self._looks_on = not self._log.core.state.own.intent.joining
-        self._link_speed_check = LinkSpeedCheck(self.disk.store.layout)
+    def __init__(self, context: PeerContext, candidate: CandidateState, catching_up: CatchUp) -> None:
+        self._core, self._disk, self._hooks, self._tasks = context.core, context.disk, context.hooks, context.tasks
+        self._chain, self._store = context.disk.chain, context.disk.store
+        self._candidate = candidate
+        self._catching_up = catching_up
+        self.headers, self.meet = catching_up.headers, catching_up.meet
+        self.log = RoundLog(context)
+        self.retention = Retention(self._store, context.node.clock.now)
+        self._looks_on = not context.core.state.own.intent.joining
+        self._link_speed_check = LinkSpeedCheck(self._store.layout)
         self._fetching: asyncio.Task[None] | None = None
         self.moving = asyncio.Lock()
-
-    @property
-    def length(self) -> int:
-        return self._chain.length
-
-    def has(self, name: Hash, round: int) -> bool:
-        return self._chain.has(name, round)
-
-    def commit_of(self, round: int) -> Commit:
-        return self._chain.commit(round)
-
-    def ledger(self, round: int) -> Ledger:
-        return self._chain.ledger(round)
 
     # ---- what others have ----
 
@@ -113,11 +54,6 @@ class DiskHistory:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
 
-    def cancel(self) -> None:
-        """Cancels a fetch that is under way, without a message."""
-        if self._fetching is not None:
-            self._fetching.cancel()
-
     async def break_off(self) -> bool:
         fetching = self._fetching
         if fetching is None:
@@ -126,19 +62,13 @@ class DiskHistory:
         await asyncio.wait((fetching,))
         return True
 
-    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
-        return await self._catching_up.headers(tip, holder, round)
-
-    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
-        return await self._catching_up.meet(tip, holder, round)
-
     async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
         await self._catching_up.append(theirs, self._chain.commit(tip))
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Fetched]:
         reached(failpoints.HEADERS, peer=self._core.me, round=newest.manifest.round)
         self._check_link()
-        began, before = self._log.received()
+        began, before = self.log.received()
         others = [  # who stands on an older state has not what is wanted, and may be slow to say so
             peer
             for peer, contact in self._core.state.others.contacts.items()
@@ -149,7 +79,7 @@ class DiskHistory:
                 newest = await self._catching_up.aim(newest, tip, [holder, *others])
             state = await self._catching_up.state(newest.manifest, tip, [holder, *others])
         finally:
-            now, received = self._log.received()
+            now, received = self.log.received()
             self._link_speed_check.fetched(received - before, now - began)
         reached(failpoints.CAUGHT_UP, peer=self._core.me, round=newest.manifest.round)
         return newest, state
@@ -160,12 +90,12 @@ class DiskHistory:
         if not self._looks_on and not self._core.state.is_member() and length > 1:
             rounds = range(max(1, length - self._core.state.rules.expert_rounds), length)
             newest = [self._chain.commit(round).manifest for round in rounds]
-            self._link_speed_check.headers(self._log.received()[0], length - 1, newest)
+            self._link_speed_check.headers(self.log.received()[0], length - 1, newest)
 
     # ---- going on ----
 
     def uplink(self) -> int:
-        return self._log.uplink()
+        return self.log.uplink()
 
     async def commit(self, commit: Commit) -> None:
         """Commits, the certificate first: a restart completes that, but discards a state without a certificate."""
@@ -173,42 +103,64 @@ class DiskHistory:
         def write() -> None:
             made = self._candidate.finished(commit.manifest.state_root)
             assert made is not None
-            self.disk.residuals.settle(
+            self._disk.residuals.settle(
                 commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
             )
             self._chain.append(commit)
             reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)
             after = self._candidate.publish(commit.manifest.state_root)
-            before = self.disk.store.version(commit.manifest.round - 1)
-            self.disk.bases.settle(commit.manifest, commit.certificate.manifest, before, after)
+            before = self._store.version(commit.manifest.round - 1)
+            self._disk.bases.settle(commit.manifest, commit.certificate.manifest, before, after)
             reached(failpoints.PUBLISHED, peer=self._core.me, round=commit.manifest.round)
 
         await self._tasks.in_thread(write)
 
     async def follow(self, first: Manifest, newest: Commit, state: Fetched) -> None:
         hashes = wire_tiles(*self._core.handed_out(first))  # here: a thread would look at what changes meanwhile
-        await self._tasks.in_thread(lambda: _keep_residuals(self.disk, first, newest.manifest, hashes))
-        await self._tasks.in_thread(partial(_publish, self.disk, state, newest.manifest))
+        await self._tasks.in_thread(lambda: _keep_residuals(self._disk, first, newest.manifest, hashes))
+        await self._tasks.in_thread(partial(_publish, self._disk, state, newest.manifest))
 
     async def switch(self, fork: ForkPoint, state: Fetched) -> None:
         await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
-        await self._tasks.in_thread(partial(_bring_residuals_over, self.disk, fork))
-        await self._tasks.in_thread(partial(_publish, self.disk, state, fork.theirs[-1].manifest))
-        self._states.retention.clear()  # what is kept for them is of the history that lost
+        await self._tasks.in_thread(partial(_bring_residuals_over, self._disk, fork))
+        await self._tasks.in_thread(partial(_publish, self._disk, state, fork.theirs[-1].manifest))
+        self.retention.clear()  # what is kept for them is of the history that lost
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
-        event = self._log.applied(commit, first, fork)
+        event = self.log.applied(commit, first, fork)
         self._candidate.enter(commit.manifest.round, outer_steps(self._core.state.rules, commit.manifest))
         in_use = self._hooks.rounds_in_use()  # before the trainer goes on
-        self._log.begin()
+        self.log.begin()
 
         async def follows() -> None:
             self._hooks.applied(event)
             reached(failpoints.APPLIED, peer=self._core.me, round=commit.manifest.round)
             # the trainer may have taken what was pending just before this commit
-            await self._states.drop(in_use | self._hooks.rounds_in_use())
+            await self._drop_all_but(in_use | self._hooks.rounds_in_use())
 
         return follows
+
+    def make_room(self) -> None:
+        """The disk is full: a fetch under way ends, without a message, and what is kept for others goes."""
+        if self._fetching is not None:
+            self._fetching.cancel()  # asked for again when there is room
+        self.retention.clear()
+        self._tasks.spawn(self._drop_unused())
+
+    async def _drop_unused(self) -> None:
+        async with self._candidate.lock:  # a state that is being committed is no one to drop
+            await self._drop_all_but(self._hooks.rounds_in_use())
+
+    async def _drop_all_but(self, in_use: frozenset[int]) -> None:
+        """Forgets all states but the tip's, the one before it, and what somebody still reads."""
+        tip = self._core.tip.round
+        states, wires = self.retention.needed(tip)
+        await self._tasks.in_thread(partial(self._drop, in_use | {tip, tip - 1} | states, wires))
+
+    def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
+        for round in set(self._store.rounds()) - keep:
+            self._store.drop(round, keep_wire=round in wires)
+        self._store.wires.drop_all_but(wires)
 
 
 def _publish(disk: Disk, state: Fetched, manifest: Manifest) -> None:

@@ -16,8 +16,10 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.events import placed
+from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.failpoints import reached
@@ -47,6 +49,22 @@ class Votes(Protocol):
 
     def arrive(self, head: Hash) -> None:
         """Raises StorageFull."""
+
+
+class KnownChain(Protocol):
+    """The commits of one peer's history (see `Chain`)."""
+
+    @property
+    def length(self) -> int:
+        """How many rounds it has, the one of genesis among them."""
+
+    def has(self, head: Hash, round: int) -> bool:
+        """Whether our history has this manifest at this round."""
+
+    def commit(self, round: int) -> Commit: ...
+
+    def ledger(self, round: int) -> Ledger:
+        """What is counted up to a round."""
 
 
 class Lock(AbstractAsyncContextManager[Any], Protocol):
@@ -86,9 +104,6 @@ class Owner(Protocol):
 class Effects(Protocol):
     """What a peer does when the dispatcher says so. Nothing here blocks."""
 
-    def is_ours(self, tip: Hash, round: int) -> bool:
-        """Whether our history has this manifest at this round."""
-
     def send(self, action: do.Send) -> None: ...
 
     def begin(self, action: do.Work) -> None:
@@ -105,6 +120,7 @@ class Dispatcher:
         self,
         core: Consensus,
         votes: Votes,
+        chain: KnownChain,
         candidate: Candidate,
         owner: Owner,
         effects: Effects,
@@ -113,6 +129,7 @@ class Dispatcher:
         """`now()`: seconds of a monotonic clock."""
         self.core = core
         self.votes = votes
+        self.chain = chain
         self.candidate = candidate
         self.notice = owner.notice
         self.now = now
@@ -133,7 +150,7 @@ class Dispatcher:
 
     def tell(self, event: on.Event) -> None:
         """Something happened: the state machine decides, and what it decides is begun."""
-        event = placed(event, self.core.tips_to_look_up(event), self._effects.is_ours)
+        event = placed(event, self.core.tips_to_look_up(event), self.chain.has)
         self.carry_out(self.core.handle(event, self.now()))
 
     def reply_to(self, peer: PeerId) -> Envelope:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,22 +27,20 @@ from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.patience import Patience
 from spes_p2p.exchange.rates import Rates
 from spes_p2p.exchange.requests import DataRequest, ValuesRequest, kind_of, unpack_request
-from spes_p2p.exchange.retention import Retention
 from spes_p2p.exchange.transfers import FewStreams, Transfers
 from spes_p2p.failpoints import reached
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.door import Door
-from spes_p2p.swarm.ports import Blob, Clock, Transport
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.candidate_state import CandidateState
 from spes_p2p.sync.catch_up import CatchUp, Fetched, HeadersOnly
 from spes_p2p.sync.committer import Committer, long_work
-from spes_p2p.sync.disk_history import CommittedStates, DiskHistory
+from spes_p2p.sync.disk_history import DiskHistory
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.fraud import PROOFS, ProofFolder
-from spes_p2p.sync.genesis import RunInfo, check_same_run
+from spes_p2p.sync.genesis import check_same_run
 from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.inputs import Inputs
@@ -55,12 +53,11 @@ from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.receipts import witness
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.round_executor import RoundExecutor
-from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.scrub import Scrubber, TileRepairer
 from spes_p2p.sync.sealing import SIGNATURES
-from spes_p2p.sync.surroundings import Disk, Hooks, Role
+from spes_p2p.sync.surroundings import Disk, Hooks, PeerContext, Role
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.tensor_work import RoundDisk, TensorWork
+from spes_p2p.sync.tensor_work import TensorWork
 from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import unpack
 
@@ -70,11 +67,8 @@ LEAST_STALL_SECONDS = 2.0
 class Fetchers:
     """`urgent`, `later` and `idle` transfers that share what is known of other peers."""
 
-    def __init__(
-        self, core: Consensus, transport: Transport, layout: Layout, clock: Clock, tell: Callable[[on.Event], None]
-    ) -> None:
-        self._core = core
-        self._clock = clock
+    def __init__(self, context: PeerContext, tell: Callable[[on.Event], None]) -> None:
+        self._core, self._clock = context.core, context.node.clock
 
         def fetcher(kind: type[Transfers], patient: bool) -> Transfers:
             return kind(
@@ -82,11 +76,11 @@ class Fetchers:
                 lambda peer: tell(on.HostRefusedDial(peer)), patience, patient, rates,
             )  # fmt: skip
 
-        rates = Rates(clock.now)
-        patience = Patience(lambda: 2 * core.state.pace.deadline_seconds(0), self._trained_seconds)
-        looks_on = not core.state.own.intent.joining
+        transport, layout, own = context.node.transport, context.layout, self._core.state.own
+        rates = Rates(self._clock.now)
+        patience = Patience(lambda: 2 * self._core.state.pace.deadline_seconds(0), self._trained_seconds)
         self.urgent = fetcher(Transfers, patient=False)
-        self.later = fetcher(FewStreams if looks_on else Transfers, patient=True)
+        self.later = fetcher(Transfers if own.intent.joining else FewStreams, patient=True)
         """Transfers that yield to what the running round of other peers needs."""
         self.idle = Transfers(transport, layout, self._stall_seconds, patience=patience, patient=True)
         """Transfers for repairs, whose bytes are not counted as part of a round."""
@@ -106,24 +100,26 @@ class Fetchers:
         return max(self._core.state.pace.round_seconds, this)
 
 
-@dataclass(eq=False)
 class Answers:
     """What one peer says when it is asked."""
 
-    _dispatcher: Dispatcher
-    _info: RunInfo
-    _history: DiskHistory
-    _outbox: Outbox
-    _serving: Serving
-    _retention: Retention
-    _tasks: Tasks
-
-    def __post_init__(self) -> None:
-        self._core = self._dispatcher.core
+    def __init__(self, context: PeerContext, dispatcher: Dispatcher, history: DiskHistory, outgoing: Outgoing) -> None:
+        info, disk, node, pace = context.run.info, context.disk, context.node, context.core.state.pace
+        self._context, self._dispatcher, self._history = context, dispatcher, history
+        self._core, self._info = context.core, info
+        door = Door(SIGNATURES, self.knows, node.clock)
+        self.outbox = Outbox(
+            node.transport, node.checker, context.tasks, lambda: pace.suspect_seconds, self.hear, context.hooks.notice,
+            door,
+        )  # fmt: skip
+        self.serving = Serving(
+            info, disk.chain, disk.store, outgoing.shown, disk.moments, disk.data,
+            partial(witness, disk.chain, node.sealer, info.fingerprint),
+        )  # fmt: skip
 
     def knows(self, caller: PeerId) -> bool:
         """Whether `caller` is the organiser, or a member by the chain's newest commit (maybe newer than our tip)."""
-        return caller == self._info.organiser or self._history.disk.chain.names(caller)
+        return caller == self._info.organiser or self._context.disk.chain.names(caller)
 
     def hear(self, envelope: Envelope) -> None:
         """A message came."""
@@ -133,25 +129,24 @@ class Answers:
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """One envelope in, our envelope out."""
         self._require_life()
-        envelope = self._outbox.open(caller, request)
+        envelope = self.outbox.open(caller, request)
         check_same_run(envelope, self._info)
         self.hear(envelope)
-        return self._outbox.answer(caller, self._dispatcher.reply_to(caller))
+        return self.outbox.answer(caller, self._dispatcher.reply_to(caller))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Values, tiles, headers: see `requests`."""
         self._require_life()
-        asked = unpack_request(request)
+        asked, core = unpack_request(request), self._core
         if isinstance(asked, ValuesRequest):
-            rules = self._core.state.rules
-            check_asker(self._history.disk.store.layout, rules, self._core.tip, caller, asked.first_tile, asked.count)
+            check_asker(self._context.layout, core.state.rules, core.tip, caller, asked.first_tile, asked.count)
             entry = unpack(Contribution, asked.work)
-            if not (self._core.is_counted(asked.parent, entry) or self._core.has_counted(asked.parent, entry)):
+            if not (core.is_counted(asked.parent, entry) or core.has_counted(asked.parent, entry)):
                 raise RemoteProtocolError("this peer no longer has the requested work")
-        reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)
-        blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        reached(failpoints.SERVE + kind_of(asked), peer=core.me, round=core.tip.round + 1, caller=caller)
+        blob = await self._context.tasks.in_thread(lambda: self.serving.answer(asked))
         if self._is_behind(caller):
-            self._retention.asked(caller, asked)
+            self._history.retention.asked(caller, asked)
         return blob
 
     def _is_behind(self, caller: PeerId) -> bool:
@@ -169,68 +164,43 @@ class Driver:
 
     def __init__(self, core: Consensus, run: Run, node: Node, disk: Disk, role: Role, hooks: Hooks) -> None:
         self.core = core
-        transport, checker, clock = node.transport, node.checker, node.clock
-        self._transport = transport
-        self._disk = disk
-        self._hooks = hooks
+        self._disk, self._hooks = disk, hooks
         self._tasks = Tasks(self._task_failed)
+        self._context = context = PeerContext(core, run, node, disk, hooks, self._tasks)
         disk.residuals.open(disk.chain, core.tip.round, core.me)
         disk.bases.open(disk.chain, core.tip)
         for problem in disk.residuals.problems:
             hooks.notice(do.Notice("disk", problem))
-        layout, rules, pace = run.layout, core.state.rules, core.state.pace
         self._candidate = CandidateState(
-            disk.store, layout, run.config.sync.merge_top_k, core.state.is_bound, rules.merge_kind
+            disk.store, run.layout, run.config.sync.merge_top_k, core.state.is_bound, context.rules.merge_kind
         )
-        self._candidate.enter(core.tip.round, outer_steps(rules, core.tip))
-        self._dispatcher = Dispatcher(core, disk.votes, self._candidate, hooks, self, clock.now)
+        self._candidate.enter(core.tip.round, outer_steps(context.rules, core.tip))
+        self._dispatcher = Dispatcher(core, disk.votes, disk.chain, self._candidate, hooks, self, node.clock.now)
         self._tell = self._dispatcher.tell
-        self._outbox = Outbox(
-            transport, checker, self._tasks, lambda: pace.suspect_seconds,
-            lambda answer: self.answers.hear(answer), hooks.notice,
-            Door(SIGNATURES, lambda peer: self.answers.knows(peer), clock),
-        )  # fmt: skip
-        self._fetchers = Fetchers(core, transport, layout, clock, self._tell)
-        self._retention = Retention(disk.store, clock.now)
-        self._states = CommittedStates(core, disk, self._retention, hooks, self._tasks)
-        decay = run.config.sync.residual_decay
-        self._outgoing = outgoing = Outgoing(
-            layout, disk.inputs, disk.residuals, self._states.committed, decay, rules.audited_share > 0
-        )
-        auditor = WorkAuditor(core, disk, outgoing, self._fetchers.later, self._tasks, lambda: disk.work_judge)
+        self._fetchers = Fetchers(context, self._tell)
+        self._outgoing = Outgoing(context)
+        auditor = WorkAuditor(context, self._outgoing, self._fetchers.later)
         self._work = TensorWork(
-            core.me,
-            RoundDisk(
-                layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases,
-                lambda: disk.judge, disk.proofs, checker.check, lambda: core.tip.members, auditor.audit,
-            ),
-            self._fetchers.urgent, self._tasks, hooks.notice, role.held_bytes,
-        )  # fmt: skip
+            context, self._outgoing, self._candidate, self._fetchers.urgent, auditor, role.held_bytes
+        )
         self._committing = asyncio.Lock()
         self._executor = RoundExecutor(self._dispatcher, self._work)
         self._catching_up = (CatchUp if disk.keeps_states else HeadersOnly)(
-            run.info, rules, checker.check, disk.chain, disk.store, self._fetchers.later, self._tasks.in_thread
-        )
-        self._log = RoundLog(core, layout, disk.inputs, transport, clock)
-        self._history = DiskHistory(
-            disk, self._candidate, self._catching_up, self._tasks, self._states, self._log, hooks
-        )
+            run.info, context.rules, node.checker.check, disk.chain, disk.store, self._fetchers.later,
+            self._tasks.in_thread,
+        )  # fmt: skip
+        self._history = DiskHistory(context, self._candidate, self._catching_up)
+        self._log = self._history.log
         self._choices = Choices(role.follow)
         self._committer: Committer[Fetched] = Committer(self._dispatcher, self._history, self._choices)
-        self._serving = Serving(
-            run.info, disk.chain, disk.store, outgoing.shown, disk.moments, disk.data,
-            partial(witness, disk.chain, node.sealer, run.info.fingerprint),
-        )  # fmt: skip
-        self.answers = Answers(
-            self._dispatcher, run.info, self._history, self._outbox, self._serving, self._retention, self._tasks
-        )
+        self.answers = Answers(context, self._dispatcher, self._history, self._outgoing)
 
     # ---- life ----
 
     async def start(self) -> None:
         """Serves others and begins to tick. `core` must stand on the chain's newest commit whose state is here."""
         self._dispatcher.start()
-        await self._transport.serve(self.answers, self.answers.knows)
+        await self._context.node.transport.serve(self.answers, self.answers.knows)
         self._tasks.spawn(self._tick_for_ever())
         if not self._disk.keeps_states:
             return
@@ -292,7 +262,7 @@ class Driver:
 
     def hide_status(self, hidden: bool) -> None:
         """Sets whether this peer tells others which manifest it stands on."""
-        self._outbox.hides_status = hidden
+        self.answers.outbox.hides_status = hidden
 
     def obey(self, words: Words) -> None:
         """All that the organiser has signed until now of histories, of the learning rate and of peers."""
@@ -311,11 +281,8 @@ class Driver:
 
     # ---- Effects of the dispatcher ----
 
-    def is_ours(self, tip: Hash, round: int) -> bool:
-        return self._disk.chain.has(tip, round)
-
     def send(self, action: do.Send) -> None:
-        self._outbox.post(action.to, action.envelope)
+        self.answers.outbox.post(action.to, action.envelope)
 
     def begin(self, action: do.Work) -> None:
         match action:
@@ -326,9 +293,7 @@ class Driver:
         self._tasks.spawn(long_work(action, self._executor, self._committer))
 
     def make_room(self) -> None:
-        self._history.cancel()  # asked for again when there is room
-        self._retention.clear()
-        self._tasks.spawn(self._states.make_room(self._candidate.lock))
+        self._history.make_room()
 
 
 def open_disk(place: JoinedRun, run: Run, folder: Path, data: Callable[[DataRequest], Blob] | None = None) -> Disk:

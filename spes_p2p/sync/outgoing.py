@@ -26,8 +26,7 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import commitment_to, opening_of
 from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.guests import sent_coordinates
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.surroundings import PeerContext
 
 
 class _CommittedTo:
@@ -60,25 +59,16 @@ class _CommittedTo:
 
 
 class Outgoing:
-    """`committed(head)` gives the state of a manifest, or None where it is not the tip's. Used from several threads."""
+    """What one peer brings into a round. Used from several threads."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        inputs: Inputs,
-        residuals: Residuals,
-        committed: Callable[[Hash], Version | None],
-        residual_decay: float = 1.0,
-        is_audited: bool = False,
-    ) -> None:
-        """`residual_decay`: how much of what a contribution left out is sent with the next one. `is_audited`: nothing
-        leaves that was not committed to."""
-        self._layout = layout
-        self._inputs = inputs
-        self._residuals = residuals
-        self._committed = committed
-        self._decay = np.float32(residual_decay)
-        self._is_audited = is_audited
+    def __init__(self, context: PeerContext) -> None:
+        self._layout = context.layout
+        self._inputs, self._residuals = context.disk.inputs, context.disk.residuals
+        self._committed = context.committed
+        self._decay = np.float32(context.run.config.sync.residual_decay)
+        """How much of what a contribution left out is sent with the next one."""
+        self._is_audited = context.rules.audited_share > 0
+        """Nothing leaves that was not committed to."""
         self._commitments: tuple[_CommittedTo, ...] = ()
         """The newest first, and for auditors that of the round before."""
 

@@ -6,16 +6,12 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.columns import stale_columns
 from spes_p2p.consensus.forks import tokens_lost
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import LOST, Commit
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import Layout
-from spes_p2p.swarm.ports import Clock, Transport
 from spes_p2p.sync.catch_up import ForkPoint
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.surroundings import Applied
+from spes_p2p.sync.surroundings import Applied, PeerContext
 
 
 @dataclass
@@ -46,12 +42,11 @@ class RoundTimes:
 class RoundLog:
     """The running round, as one peer sees it."""
 
-    def __init__(self, core: Consensus, layout: Layout, inputs: Inputs, transport: Transport, clock: Clock) -> None:
-        self.core = core
-        self._layout = layout
-        self._inputs = inputs
-        self._transport = transport
-        self._clock = clock
+    def __init__(self, context: PeerContext) -> None:
+        self._core = context.core
+        self._layout = context.layout
+        self._inputs = context.disk.inputs
+        self._transport, self._clock = context.node.transport, context.node.clock
         self._times = RoundTimes(0.0)
         self.begin()
 
@@ -66,7 +61,7 @@ class RoundLog:
 
     def look(self) -> None:
         """Called with each heartbeat."""
-        if self.core.state.round.plan is not None and not self._times.planned:
+        if self._core.state.round.plan is not None and not self._times.planned:
             self._times.planned = self._clock.now()
 
     def proposed(self) -> None:
@@ -94,30 +89,30 @@ class RoundLog:
         roster = first.roster if first is not None else ()
         event = Applied(
             commit,
-            self.core.tip,
-            next((entry for entry in roster if entry.peer == self.core.me), None),
+            self._core.tip,
+            next((entry for entry in roster if entry.peer == self._core.me), None),
             first is not None and self._inputs.parent == first.parent,
             self._uncounted(first) if first is not None else frozenset(),
             first is not None and commit.manifest.round > first.round,
             times.seconds(),
             self._transport.traffic.sent - times.sent_before,
             self._urgent_bytes_received() - times.received_before,
-            self.core.state.pace.deadline_seconds(0),
+            self._core.state.pace.deadline_seconds(0),
             self._leavers(),
-            stale_columns=stale_columns(self.core.state.rules.expert_rounds, commit.manifest),
+            stale_columns=stale_columns(self._core.state.rules.expert_rounds, commit.manifest),
             refused=self._refused(),
             guests=self._guests(),
         )
         if fork is None:
             return event
         rosters = [entry for left in fork.ours for entry in left.manifest.roster]
-        own = sum(entry.tokens for entry in rosters if entry.peer == self.core.me)
+        own = sum(entry.tokens for entry in rosters if entry.peer == self._core.me)
         lost = tokens_lost(fork.common, fork.ours)
         return replace(event, caught_up=True, lost_tokens=lost, own_tokens=own, switched=True)
 
     def _refused(self) -> tuple[PeerId, ...]:
         """Whose values were unfit, unless another reducer of the same slice took them."""
-        round = self.core.state.round
+        round = self._core.state.round
         words = ((signed.value.left_out, round.reports.get(index)) for index, signed in round.all_reports())
         named = {
             peer
@@ -128,24 +123,24 @@ class RoundLog:
         return tuple(sorted(named))
 
     def _guests(self) -> tuple[PeerId, ...]:
-        reports = self.core.state.round.reports.values()
+        reports = self._core.state.round.reports.values()
         return tuple(sorted({peer for signed in reports for peer in signed.value.guests}))
 
     def _leavers(self) -> frozenset[PeerId]:
-        state = self.core.state
+        state = self._core.state
         others = {peer for peer, contact in state.others.contacts.items() if contact.status.intent.leaving}
-        return frozenset(others | {self.core.me} if state.own.intent.leaving else others)
+        return frozenset(others | {self._core.me} if state.own.intent.leaving else others)
 
     def _uncounted(self, first: Manifest) -> frozenset[int]:
         """Tiles for which our trained values did not go into the round, although they were sound."""
-        inputs, me = self._inputs, self.core.me
+        inputs, me = self._inputs, self._core.me
         if inputs.parent != first.parent:
             return frozenset()
-        if me in weightless(self.core.tip.members) and any(entry.peer == me for entry in first.roster):
+        if me in weightless(self._core.tip.members) and any(entry.peer == me for entry in first.roster):
             return frozenset()  # it counts as tokens, and goes into nothing
         done = {tile_id for piece in first.slices if me in piece.contributors for tile_id in piece.tile_ids}
-        plan = self.core.state.round.plan
-        for index, report in self.core.state.round.all_reports() if plan else ():
+        plan = self._core.state.round.plan
+        for index, report in self._core.state.round.all_reports() if plan else ():
             if plan is not None and dict(report.value.left_out).get(me, LOST) != LOST:
                 done.update(plan.value.slices[index].tile_ids)
         return frozenset(tile_id for block in inputs.blocks for tile_id in self._layout.tile_ids_of(block)) - done

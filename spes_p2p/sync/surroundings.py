@@ -1,4 +1,7 @@
-"""What the peer around a driver provides, and what it hears: its disk, its role, `Hooks`, and `Applied`."""
+"""What the peer around a driver provides, and what it hears: its disk, its role, `Hooks`, and `Applied`.
+
+`PeerContext` is all of it in one, for the driver's parts.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,24 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.messages import Commit, Intent
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.data.leases import Ranges
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.layout import BlockSource, Values
-from spes_p2p.state.store import StateStore
+from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.fraud import ProofFolder
 from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -143,3 +150,35 @@ class Role:
     seeds: tuple[PeerId, ...]
     held_bytes: int | None = None
     follow: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class PeerContext:
+    """What each part of one peer's driver works with. Of `core` it asks what is known; only the dispatcher tells it."""
+
+    core: Consensus
+    run: Run
+    node: Node
+    disk: Disk
+    hooks: Hooks
+    tasks: Tasks
+
+    @property
+    def rules(self) -> RunRules:
+        return self.core.state.rules
+
+    @property
+    def layout(self) -> Layout:
+        return self.run.layout
+
+    def tip_state(self) -> Version:
+        """The committed state."""
+        return self.disk.store.version(self.core.tip.round)
+
+    def committed(self, head: Hash) -> Version | None:
+        """The state of our tip, if that is `head`. Called in threads."""
+        current = self.core.state.round  # one look: the loop goes on beside this thread
+        if current.tip_hash != head:
+            return None
+        version = self.disk.store.version(current.tip.round)
+        return version if version.root == current.tip.state_root else None  # else another history is taking our place

@@ -6,20 +6,16 @@ Values come through `Transfers`, and everything made lies on the `CandidateState
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Contribution, Manifest, Merge, Slice
-from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Plan
-from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.weights import weighed
 from spes_p2p.errors import RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.requests import ValuesRequest
@@ -27,21 +23,20 @@ from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.basis import Basis
 from spes_p2p.state.hashes import hash_tile
-from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
+from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.state.version import DTYPE, Version, bytes_of
 from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.coding import changed_values, encoded_change
-from spes_p2p.sync.fraud import Charge, Given, ProofFolder
-from spes_p2p.sync.guests import Bases, coordinate_bytes, read_coordinates, screen_coordinates, take_in
+from spes_p2p.sync.fraud import Charge, Given
+from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, take_in
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit
-from spes_p2p.sync.surroundings import ColumnJudge
-from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.surroundings import PeerContext
+from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import pack
 
 T = TypeVar("T")
@@ -58,65 +53,46 @@ class _HandedOut(NamedTuple):
     left: Values | None
 
 
-@dataclass(frozen=True)
-class RoundDisk:
-    """Where the values of a round lie here. `committed()` is the state of the tip."""
-
-    layout: Layout
-    rules: RunRules
-    outgoing: Outgoing
-    residuals: Residuals
-    candidate: CandidateState
-    committed: Callable[[], Version]
-    bases: Bases
-    judge: Callable[[], ColumnJudge | None]
-    proofs: ProofFolder
-    check_signature: CheckSignature
-    members: Callable[[], tuple[Member, ...]]
-    """Of the tip."""
-    audit_work: Callable[[Contribution], Awaitable[str | None]]
-
-    def basis_of(self, piece: Slice) -> Basis | None:
-        """The one in which guests train in a slice's column."""
-        return self.bases.now.get(piece.block - 1)
-
-    def tiles_of(self, piece: Slice) -> tuple[Tile, ...]:
-        return self.layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
-
-
 class TensorWork:
     """The `RoundWork` of a real peer."""
 
     def __init__(
         self,
-        me: PeerId,
-        disk: RoundDisk,
+        context: PeerContext,
+        outgoing: Outgoing,
+        candidate: CandidateState,
         transfers: Transfers,
-        tasks: Tasks,
-        notice: Callable[[do.Notice], None],
+        auditor: WorkAuditor,
         held_bytes: int | None = None,
     ) -> None:
         """`held_bytes`: what contributions may take of memory."""
+        self.context = context
+        self.outgoing = outgoing
+        self.candidate = candidate
+        self.transfers = transfers
+        self.audit_work = auditor.audit
+        self._tasks = context.tasks
         self._may_hold_bytes = HELD_BYTES if held_bytes is None else held_bytes
-        self._me = me
-        self._disk = disk
-        self._candidate = disk.candidate
-        self._transfers = transfers
-        self._tasks = tasks
-        self._notice = notice
         self._held_bytes = 0
         self._freed = asyncio.Condition()
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
+
+    def basis_of(self, piece: Slice) -> Basis | None:
+        """The one in which guests train in a slice's column."""
+        return self.context.disk.bases.now.get(piece.block - 1)
+
+    def tiles_of(self, piece: Slice) -> tuple[Tile, ...]:
+        return self.context.layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
 
     # ---- reducing ----
 
     @asynccontextmanager
     async def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AsyncIterator[SliceWork]:
         """What needs nobody else's values is made a few at a time: others fetch the first ones meanwhile."""
-        is_alone = piece.contributors == (self._me,) and not self._disk.basis_of(piece)
+        is_alone = piece.contributors == (self.context.core.me,) and not self.basis_of(piece)
         alone: AbstractAsyncContextManager[Any] = self._alone if is_alone else nullcontext()
         async with alone, self._memory_for(piece, keeps):
-            work = TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks, keeps)
+            work = TensorSlice(self, plan, piece, keeps)
             if keeps:
                 await self._tasks.in_thread(work.base.copy)
             yield work
@@ -124,7 +100,7 @@ class TensorWork:
     @asynccontextmanager
     async def _memory_for(self, piece: Slice, keeps: bool) -> AsyncIterator[None]:
         """Waits until the values of all contributors of a slice may be held; with `keeps` those before them, too."""
-        needed = (len(piece.contributors) + keeps) * sum(tile.size for tile in self._disk.tiles_of(piece)) * VALUE_BYTES
+        needed = (len(piece.contributors) + keeps) * sum(tile.size for tile in self.tiles_of(piece)) * VALUE_BYTES
         async with self._freed:
             await self._freed.wait_for(
                 lambda: not self._held_bytes or self._held_bytes + needed <= self._may_hold_bytes
@@ -143,13 +119,13 @@ class TensorWork:
     # ---- the candidate state ----
 
     async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
-        likeness, is_audited = Likeness(), self._disk.rules.audited_share > 0
-        layout = self._disk.layout.in_round(self._candidate.round)
+        likeness, is_audited = Likeness(), self.context.rules.audited_share > 0
+        layout = self.context.layout.in_round(self.candidate.round)
 
         def add(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            self._candidate.add(tiles)
+            self.candidate.add(tiles)
             for tile_id, data, _ in tiles if is_audited else ():
-                own = self._disk.outgoing.own(head, tile_id, 1)
+                own = self.outgoing.own(head, tile_id, 1)
                 if own is not None:
                     codec, base = layout.codec_of(layout.tiles[tile_id].block), self._base_of(tile_id)
                     mean = np.frombuffer(data, DTYPE) if codec == "fp32" else changed_values(codec, data, base)
@@ -161,45 +137,42 @@ class TensorWork:
                     await self._tasks.in_thread(lambda: add(tiles))
 
         wanted = wire_tiles((action.piece,), (action.hashes,))
-        await self._transfers.tiles(wanted, action.holders, take, wire_round=self._candidate.round, sure=sure)
+        await self.transfers.tiles(wanted, action.holders, take, wire_round=self.candidate.round, sure=sure)
         return likeness.times_ours
 
     def _base_of(self, tile_id: int) -> Values:
-        tile = self._disk.layout.tiles[tile_id]
-        return self._disk.committed().block(tile.block)[tile.start : tile.stop]
-
-    async def audit_work(self, entry: Contribution) -> str | None:
-        return await self._disk.audit_work(entry)
+        tile = self.context.layout.tiles[tile_id]
+        return self.context.tip_state().block(tile.block)[tile.start : tile.stop]
 
     async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
         slices = [piece for column in action.columns for piece in column.pieces]
         joined = [part for column in action.columns for part in column.hashes]
-        if self._candidate.has(slices, joined):
+        if self.candidate.has(slices, joined):
             return False
         open_()
         await self._gather(slices, joined, holders, exactly=False)
         return True
 
     async def harmful(self, action: do.Try) -> frozenset[int]:
-        judge = self._disk.judge()
+        judge = self.context.disk.judge
         if judge is None:
             return frozenset()
-        async with self._candidate.lock:
-            new = await self._tasks.in_thread(self._candidate.blocks)
-        committed, columns = self._disk.committed(), [column.block - 1 for column in action.columns]
+        async with self.candidate.lock:
+            new = await self._tasks.in_thread(self.candidate.blocks)
+        committed, columns = self.context.tip_state(), [column.block - 1 for column in action.columns]
         return await self._tasks.in_thread(lambda: judge.harmful(committed, new, columns))
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)
-        return await self._tasks.in_thread(lambda: self._candidate.build(action.alpha))
+        return await self._tasks.in_thread(lambda: self.candidate.build(action.alpha))
 
     def check(self, content: Content) -> None:
-        self._candidate.check(content)
+        self.candidate.check(content)
 
     async def verify(self, content: Content, holders: Sequence[PeerId]) -> None:
         manifest = content.manifest
         await self._gather(manifest.slices, content.wire_hashes, holders)
-        root = await self._tasks.in_thread(lambda: self._candidate.compute(manifest.merge))
+        root = await self._tasks.in_thread(lambda: self.candidate.compute(manifest.merge))
         if root != manifest.state_root:
             root = await self._repair(manifest, holders)
         if root != manifest.state_root:
@@ -209,25 +182,25 @@ class TensorWork:
         self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId], exactly: bool = True
     ) -> None:
         """These wire tiles, and no others if `exactly`; what is not on this disk is fetched."""
-        missing = await self._tasks.in_thread(lambda: self._candidate.gather(slices, joined, exactly))
+        missing = await self._tasks.in_thread(lambda: self.candidate.gather(slices, joined, exactly))
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            await self._tasks.in_thread(lambda: self._candidate.add(tiles))
+            await self._tasks.in_thread(lambda: self.candidate.add(tiles))
 
-        await self._transfers.tiles(missing, holders, take, wire_round=self._candidate.round)
+        await self.transfers.tiles(missing, holders, take, wire_round=self.candidate.round)
 
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
-        theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
-        repair = self._candidate.repair(theirs)
-        self._notice(
+        theirs = await self.transfers.hash_list(holders, manifest.state_root, manifest.round)
+        repair = self.candidate.repair(theirs)
+        self.context.hooks.notice(
             do.Notice("arithmetic", f"this machine computed other bits for {len(repair.differ)} tiles", holders[0])
         )
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: repair.mend(tiles))
 
-        await self._transfers.tiles({at: theirs[at] for at in repair.differ}, holders, take)
+        await self.transfers.tiles({at: theirs[at] for at in repair.differ}, holders, take)
         return await self._tasks.in_thread(repair.end)
 
 
@@ -259,30 +232,29 @@ class _Base:
 class TensorSlice:
     """The `SliceWork` of a real peer: values on top of the state that was committed when it began."""
 
-    def __init__(
-        self, me: PeerId, plan: Plan, piece: Slice, disk: RoundDisk, transfers: Transfers, tasks: Tasks, keeps: bool
-    ) -> None:
-        self._me = me
+    def __init__(self, work: TensorWork, plan: Plan, piece: Slice, keeps: bool) -> None:
+        context = work.context
+        self._work = work
+        self._me, self._rules, self._disk, self._tasks = context.core.me, context.rules, context.disk, context.tasks
         self._keeps = keeps
         self._parent = plan.parent
-        self._roster = {entry.peer: entry for entry in weighed(plan.roster, disk.rules.clips, disk.members())}
+        self._roster = {
+            entry.peer: entry for entry in weighed(plan.roster, self._rules.clips, context.core.tip.members)
+        }
         self._piece = piece
-        self._disk = disk
-        self._transfers = transfers
-        self._tasks = tasks
-        committed = disk.committed()
-        self._layout = disk.layout.in_round(committed.round + 1)
-        self._tiles = disk.tiles_of(piece)
+        committed = context.tip_state()
+        self._layout = context.layout.in_round(committed.round + 1)
+        self._tiles = work.tiles_of(piece)
         self._parts = parts_of(self._tiles)
         self.base = _Base(committed, self._tiles)
         self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
-        self._basis = disk.basis_of(piece)
+        self._basis = work.basis_of(piece)
         self._guests: dict[PeerId, Values] = {}
         self._made: list[_HandedOut] = []
 
     async def take_own(self, me: PeerId) -> bool:
-        piece, outgoing = self._piece, self._disk.outgoing
+        piece, outgoing = self._piece, self._work.outgoing
         own = await self._tasks.in_thread(lambda: outgoing.own(self._parent, piece.first_tile, piece.tiles))
         if own is not None and await self._tasks.in_thread(lambda: self._is_as_committed(me)):
             self._found[me] = own
@@ -290,8 +262,8 @@ class TensorSlice:
 
     def _is_as_committed(self, me: PeerId) -> bool:
         """Whether own values are still those that others get: damage here must not look like another's lie, or ours."""
-        piece, outgoing = self._piece, self._disk.outgoing
-        if not self._disk.rules.audited_share or self._disk.residuals.is_sole(piece.first_tile):
+        piece, outgoing = self._piece, self._work.outgoing
+        if not self._rules.audited_share or self._disk.residuals.is_sole(piece.first_tile):
             return True
         shown = outgoing.shown(self._parent, piece.first_tile, piece.tiles)
         try:
@@ -305,8 +277,8 @@ class TensorSlice:
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
         size = sum(self._layout.wire_bytes(tile) for tile in self._tiles)
-        opening, data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
-        if self._disk.rules.audited_share:
+        opening, data = await self._work.transfers.values(entry.peer, self._request(entry), size, is_wanted)
+        if self._rules.audited_share:
             await self._tasks.in_thread(lambda: check_committed(self._layout, entry, opening, self._tiles, data))
         if self._keeps:
             self._given[entry.peer] = Given(entry.peer, bytes(opening), bytes(data))
@@ -325,16 +297,16 @@ class TensorSlice:
         assert basis is not None
         data: memoryview | bytes | None
         if entry.peer == self._me:
-            data = self._disk.outgoing.coordinates(self._parent, piece.first_tile, piece.tiles)
+            data = self._work.outgoing.coordinates(self._parent, piece.first_tile, piece.tiles)
         else:
             size = coordinate_bytes(self._layout, self._tiles)
-            _, data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
+            _, data = await self._work.transfers.values(entry.peer, self._request(entry), size, is_wanted)
         values = None if data is None else read_coordinates(self._layout, self._tiles, data, basis)
         if values is not None:
             self._guests[entry.peer] = values
 
     def screen_guests(self) -> dict[PeerId, str]:
-        refused = screen_coordinates(self._guests, self._disk.rules.clips)
+        refused = screen_coordinates(self._guests, self._rules.clips)
         for peer in refused:
             del self._guests[peer]
         return refused
@@ -352,7 +324,7 @@ class TensorSlice:
         What was found is used up: the mean takes the place of somebody's values. Raises TileDamaged rather than refuse
         what is unfit because our own base is.
         """
-        rules = self._disk.rules
+        rules = self._rules
         found = {peer: self._found[peer] for peer in self._piece.contributors if peer in self._found}  # who audits must
         refused = unfit(rules, self._layout, self._piece.block, self._roster, found, self.base.values)
         if refused:
@@ -362,7 +334,7 @@ class TensorSlice:
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        mean = mean_of(self._disk.rules, [found[peer] for peer in fit], self.base.values, self._tokens(fit), spent)
+        mean = mean_of(self._rules, [found[peer] for peer in fit], self.base.values, self._tokens(fit), spent)
         found.clear()
         self._found.clear()
         if self._guests and self._basis is not None:
@@ -387,9 +359,9 @@ class TensorSlice:
         """The tokens and coordinates of each; of all together where they are clipped."""
         found = [self._guests[peer] for peer in self.guests]
         tokens = self._tokens(self.guests)
-        if not self._disk.rules.clips:
+        if not self._rules.clips:
             return list(zip(tokens, found, strict=True))
-        return [(sum(tokens), mean_of(self._disk.rules, found, np.zeros_like(found[0]), tokens))]
+        return [(sum(tokens), mean_of(self._rules, found, np.zeros_like(found[0]), tokens))]
 
     def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _HandedOut:
         codec = self._layout.codec_of(tile.block)
@@ -409,7 +381,7 @@ class TensorSlice:
             b"".join(self.base.hashes),
             [self._given[p] for p in charge.piece.contributors if p in self._given],
         )
-        check = self._disk.check_signature
+        check = self._work.context.node.checker.check
         keep, before = self._disk.proofs.keep, self.base.values
         path = await self._tasks.in_thread(lambda: keep(charge, state, before, given, check))
         return "" if path is None else self._disk.proofs.name_of(path)
@@ -418,7 +390,7 @@ class TensorSlice:
         return await self._tasks.in_thread(self._stage)
 
     def _stage(self) -> tuple[Hash, ...]:
-        hashes = self._disk.candidate.write(self._piece.first_tile, [tile.data for tile in self._made])
+        hashes = self._work.candidate.write(self._piece.first_tile, [tile.data for tile in self._made])
         for tile_id, tile, wire_hash in zip(self._piece.tile_ids, self._made, hashes, strict=True):
             if tile.left is not None:
                 self._disk.residuals.stage(self._parent, "handed", tile_id, tile.left, wire_hash)

@@ -7,13 +7,12 @@ trainer's (`WorkJudge`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.membership import LINK_PUBLIC, WITHHELD
 from spes_p2p.consensus.probation import TEXT_SHARE, TILES_SHARE
@@ -27,8 +26,7 @@ from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.sync.audit import check_committed
 from spes_p2p.sync.coding import changed_values
 from spes_p2p.sync.outgoing import Outgoing
-from spes_p2p.sync.surroundings import Disk, Text, WorkJudge
-from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.surroundings import PeerContext, Text
 from spes_p2p.wire import pack
 
 
@@ -45,20 +43,16 @@ class _Round:
     layout: Layout
 
 
-@dataclass(eq=False)
 class WorkAuditor:
-    """What an auditor fetches and reads. `judge`: the trainer's, once there is one."""
+    """What an auditor fetches and reads."""
 
-    _core: Consensus
-    _disk: Disk
-    _outgoing: Outgoing
-    _transfers: Transfers
-    _tasks: Tasks
-    _judge: Callable[[], WorkJudge | None]
+    def __init__(self, context: PeerContext, outgoing: Outgoing, transfers: Transfers) -> None:
+        self._core, self._disk, self._tasks = context.core, context.disk, context.tasks
+        self._outgoing, self._transfers = outgoing, transfers
 
     async def audit(self, entry: Contribution) -> str | None:
         """What is found of work that the tip counts; None where nothing can be said of it, for whatever reason here."""
-        judge, seen = self._judge(), self._round_of(entry)
+        judge, seen = self._disk.work_judge, self._round_of(entry)
         if judge is None or seen is None:
             return None
         own = await self._tasks.in_thread(lambda: self._own(seen))

@@ -15,7 +15,6 @@ from typing import Any
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.forks import has_quorum
-from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
@@ -74,30 +73,33 @@ class SymbolVotes:
         self._disk.arrive(self._around.new_incarnation, restarted=False)
 
 
-class SymbolHistory:
-    """The `History` of a simulated peer: its chain ends with its state."""
+class SymbolChain:
+    """The `KnownChain` of a simulated peer: it ends with its state. `line` is what came here of a later one."""
 
-    def __init__(self, core: Consensus, disk: Disk, around: Surroundings) -> None:
-        self._core = core
+    def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._around = around
-        self.running: Coroutine[Any, Any, None] | None = None
-        self.moving = Lock()
-        self.fetching: Coroutine[Any, Any, None] | None = None
-        self._line: tuple[Commit, ...] = ()
+        self.has, self.ledger = disk.is_on_chain, disk.ledger
+        self.line: tuple[Commit, ...] = ()
 
     @property
     def length(self) -> int:
         return len(self._disk.chain) + 1
 
-    def has(self, name: Hash, round: int) -> bool:
-        return self._disk.is_on_chain(name, round)
+    def commit(self, round: int) -> Commit:
+        return [*self._disk.chain, *self.line][round - 1]
 
-    def commit_of(self, round: int) -> Commit:
-        return [*self._disk.chain, *self._line][round - 1]
 
-    def ledger(self, round: int) -> Ledger:
-        return self._disk.ledger(round)
+class SymbolHistory:
+    """The `History` of a simulated peer."""
+
+    def __init__(self, core: Consensus, disk: Disk, chain: SymbolChain, around: Surroundings) -> None:
+        self._core = core
+        self._disk = disk
+        self._chain = chain
+        self._around = around
+        self.running: Coroutine[Any, Any, None] | None = None
+        self.moving = Lock()
+        self.fetching: Coroutine[Any, Any, None] | None = None
 
     @contextmanager
     def being_fetched(self) -> Iterator[None]:
@@ -132,7 +134,7 @@ class SymbolHistory:
         if common < tip or not has_quorum(theirs.chain[tip]):
             raise HistoryDiverged(holder)
         await self.append(tip, theirs.chain[tip:])
-        return self._line[-1]
+        return self._chain.line[-1]
 
     async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
         theirs = await self._ask(holder)
@@ -140,7 +142,7 @@ class SymbolHistory:
         return ForkPoint(self._disk.manifest(common), tuple(self._disk.chain[common:]), tuple(theirs.chain[common:]))
 
     async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
-        self._line = tuple(theirs)
+        self._chain.line = tuple(theirs)
         for commit in theirs:
             self._around.judge.saw_commit(commit)
         self._around.judge.saw_taken(self._core.me, theirs[0], self._around.guard())
@@ -163,7 +165,7 @@ class SymbolHistory:
 
     async def follow(self, first: Manifest, newest: Commit, state: State) -> None:
         self._disk.check_room()
-        await self._publish(self._line, state)
+        await self._publish(self._chain.line, state)
 
     async def _publish(self, line: Sequence[Commit], state: State) -> None:
         self._disk.publish(line, state)
@@ -182,7 +184,7 @@ class SymbolHistory:
         line = self._disk.chain[self._core.tip.round :] if fork is None else fork.theirs
         self._around.judge.saw_state(self._core.me, commit.manifest, self._disk.state)
         self._around.trainer.stands_on(line, switched=fork is not None)
-        self._line = ()
+        self._chain.line = ()
 
         async def follows() -> None:
             self._around.trainer.goes_on()
@@ -193,10 +195,10 @@ class SymbolHistory:
 class SymbolDispatcher(Dispatcher):
     """Checks what no driver looks at, and lets a peer die before any action."""
 
-    def __init__(self, driver: SymbolDriver, around: Surroundings) -> None:
+    def __init__(self, driver: SymbolDriver, chain: SymbolChain, around: Surroundings) -> None:
         core, disk = driver.core, driver.disk
         votes, candidate = SymbolVotes(disk, around, core.me), SymbolCandidate(core, disk)
-        super().__init__(core, votes, candidate, driver, driver, around.now)
+        super().__init__(core, votes, chain, candidate, driver, driver, around.now)
         self._around = around
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
@@ -220,8 +222,9 @@ class SymbolDriver:
         self.core = core
         self.disk = disk
         self._around = around
-        self.dispatcher = SymbolDispatcher(self, around)
-        self.history = SymbolHistory(core, disk, around)
+        chain = SymbolChain(disk)
+        self.dispatcher = SymbolDispatcher(self, chain, around)
+        self.history = SymbolHistory(core, disk, chain, around)
         self.executor = RoundExecutor(self.dispatcher, SymbolWork(core, disk, around))
         self.committer: Committer[State] = Committer(self.dispatcher, self.history, Choices())
 
@@ -267,9 +270,6 @@ class SymbolDriver:
         raise error
 
     # ---- Effects ----
-
-    def is_ours(self, tip: Hash, round: int) -> bool:
-        return self.disk.is_on_chain(tip, round)
 
     def send(self, action: do.Send) -> None:
         self._around.send(action)

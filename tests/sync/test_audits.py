@@ -228,7 +228,7 @@ def test_who_sends_other_values_than_it_committed_to_is_left_out(folder: Path) -
         recorder = Recorder(swarm)
         liar = await start(swarm)
         await swarm.until_round(1)
-        serve = liar.driver._serving.inputs
+        serve = liar.driver.answers.serving.inputs
 
         def other(parent: Hash, first_tile: int, count: int) -> Blob | None:
             blob = serve(parent, first_tile, count)
@@ -236,7 +236,7 @@ def test_who_sends_other_values_than_it_committed_to_is_left_out(folder: Path) -
                 return None
             return replace(blob, data=(np.frombuffer(blob.data, np.float32) * np.float32(1.001)).tobytes())
 
-        liar.driver._serving.inputs = other
+        liar.driver.answers.serving.inputs = other
         await swarm.until_round(4)
         assert refusals(swarm) == set()
         reasons = {

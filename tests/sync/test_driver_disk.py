@@ -353,11 +353,11 @@ def test_nothing_is_encoded_against_the_state_of_another_history(folder: Path) -
         await swarm.until_round(2)
         a = peer(swarm, "a")
         head, ours = a.driver.core.tip_hash, a.store.version(a.round)
-        assert a.driver._states.committed(head) is ours
+        assert a.driver._context.committed(head) is ours
         staging = a.store.stage(ours.round, None, "theirs", ours)
         staging.write_state(0, bytes(4 * ours.layout.tiles[0].size))
         staging.finish()
         staging.publish()
-        assert a.driver._states.committed(head) is None
+        assert a.driver._context.committed(head) is None
 
     in_swarm(folder, play)

@@ -266,10 +266,10 @@ def test_what_reducers_could_not_get_is_carried_slice_by_slice(folder: Path) -> 
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         life, stood = peer(swarm, "c"), peer(swarm, "c").round
-        serving = life.driver._serving.inputs
-        life.driver._serving.inputs = lambda parent, first, tiles: None
+        serving = life.driver.answers.serving.inputs
+        life.driver.answers.serving.inputs = lambda parent, first, tiles: None
         await swarm.until_round(stood + 1)
-        life.driver._serving.inputs = serving
+        life.driver.answers.serving.inputs = serving
         await swarm.until_round(stood + 3)
         event = next(event for event in life.applied_events if event.previous.round == stood)
         assert event.counted is not None

@@ -86,13 +86,13 @@ def sends_anything(liar: PretendPeer) -> None:
 
 def answers_otherwise(liar: PretendPeer, alter: Callable[[Blob], Blob]) -> None:
     """In one round its values are `alter` of what they should be."""
-    honest = liar.driver._serving.answer
+    honest = liar.driver.answers.serving.answer
 
     def answer(request: Request) -> Blob:
         spoils = isinstance(request, ValuesRequest) and liar.driver.core.tip.round == SPOILT - 1
         return alter(honest(request)) if spoils else honest(request)
 
-    liar.driver._serving.answer = answer  # type: ignore[method-assign]
+    liar.driver.answers.serving.answer = answer  # type: ignore[method-assign]
 
 
 def check_left_out(swarm: MemorySwarm, reason: str) -> None:

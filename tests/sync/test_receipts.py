@@ -282,7 +282,7 @@ def test_certificates_are_enough_where_those_who_vote_are_vouched_for(tmp_path: 
         await swarm.until_round(4, "abcd")
         await swarm.kill_organiser()
         for name in "abcd":
-            swarm.peers[PeerId(name)].driver._serving.witness = None
+            swarm.peers[PeerId(name)].driver.answers.serving.witness = None
         receipt = check_receipt(await made(swarm, "c"), swarm.network.keys.verify)
         assert set(receipt.signers) <= set("abd")
         assert len(receipt.signers) == 2

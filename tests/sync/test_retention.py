@@ -220,7 +220,7 @@ def test_what_rounds_with_a_merge_hand_out_gives_their_states(
 def keep_all(swarm: MemorySwarm) -> None:
     """As if somebody had a lease on the newest state of everybody."""
     for peer in swarm.up:
-        peer.driver._retention.asked(PeerId("z"), state_of(peer.store.rounds()[-1]))
+        peer.driver._history.retention.asked(PeerId("z"), state_of(peer.store.rounds()[-1]))
 
 
 def test_a_full_disk_ends_all_leases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,9 +120,7 @@ def test_a_column_is_tried_by_its_own_values_though_a_state_without_it_is_made_m
         key = id(self), tuple(column.name for column in action.columns)
         if key not in taken_back:
             taken_back.add(key)
-            self._candidate._opened().forget(
-                at for column in action.columns for p in column.pieces for at in p.tile_ids
-            )
+            self.candidate._opened().forget(at for column in action.columns for p in column.pieces for at in p.tile_ids)
         return await real(self, action)
 
     async def play(swarm: MemorySwarm) -> None:

@@ -201,16 +201,16 @@ def test_auditors_that_lie_fail_nobody_honest_and_pass_no_liar(folder: Path) -> 
 
 def shows_nothing(peer: PretendPeer) -> None:
     """To who asks after the certificate; reducers get what they ask for."""
-    serve, core = peer.driver._serving.inputs, peer.driver.core
+    serve, core = peer.driver.answers.serving.inputs, peer.driver.core
 
     def shown(parent: Hash, first_tile: int, count: int) -> Blob | None:
         return serve(parent, first_tile, count) if parent == core.tip_hash else None
 
-    peer.driver._serving.inputs = shown
+    peer.driver.answers.serving.inputs = shown
 
 
 def shows_other_values(peer: PretendPeer) -> None:
-    serve, core = peer.driver._serving.inputs, peer.driver.core
+    serve, core = peer.driver.answers.serving.inputs, peer.driver.core
 
     def shown(parent: Hash, first_tile: int, count: int) -> Blob | None:
         blob = serve(parent, first_tile, count)
@@ -218,7 +218,7 @@ def shows_other_values(peer: PretendPeer) -> None:
             return blob
         return replace(blob, data=(np.frombuffer(blob.data, np.float32) + np.float32(0.1)).tobytes())
 
-    peer.driver._serving.inputs = shown
+    peer.driver.answers.serving.inputs = shown
 
 
 @pytest.mark.sampled(1)
