@@ -27,7 +27,6 @@ from spes_p2p.peer.entrance import FoundRun, Say, banned, check_not_banned, find
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
-from spes_p2p.peer.receipts import OwnReceipts
 from spes_p2p.peer.stopping import until_stopped
 from spes_p2p.peer.wishes import Wishes, vouches_in
 from spes_p2p.state.moments import NO_MOMENTS, Moments
@@ -39,6 +38,7 @@ from spes_p2p.sync.driver import Driver, build_driver, open_disk
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Node
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
+from spes_p2p.sync.receipts import make_receipt
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.surroundings import Disk, Role
 from spes_p2p.sync.tasks import Tasks
@@ -78,7 +78,6 @@ class Connection:
             self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause, options.token
         )
         self._node = Node(network, MonotonicClock(), say)
-        self.receipts = OwnReceipts(thread, network, found.run.info)
         self._beside = Tasks(gate.failed)
         self._ends = contextlib.AsyncExitStack()
         """What is ended by `close`, the newest first."""
@@ -178,6 +177,11 @@ class Connection:
             return self._await(asyncio.wait_for(self._moments_of(holder, head, column), within))
         except (Stopped, TimeoutError, NetworkError, WrongSize):
             return NO_MOMENTS
+
+    def make_receipt(self, seconds: float) -> bytes:
+        """Of what is counted of this peer. Raises NetworkError where nobody signs it, TimeoutError after `seconds`."""
+        making = make_receipt(self._network, self.info, self.disk.chain, self.peer_id, max(0.0, seconds))
+        return self._thread.run(asyncio.wait_for(making, seconds))
 
     # ---- the network's thread ----
 

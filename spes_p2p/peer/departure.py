@@ -81,14 +81,14 @@ class Departure:
         self._offer_moments()
         while machine.stage is Stage.LEAVING and time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
-            if news.applied:
-                self._follow(news.applied, until)
+            if news:
+                self._follow(news, until)
 
     def _take_next(self, until: float) -> None:
         """Goes on from the round that is being synced, if it comes in time."""
         news = self._gate.wait(until, heed_stop=False)
-        if news.applied:
-            self._loop.take(news.applied)
+        if news:
+            self._loop.take(news)
         else:
             tokens = self._machine.lead.tokens
             text = f"{tokens:,} tokens of yours do not count: the round before them was not synced in time"
@@ -181,7 +181,7 @@ class Farewell:
             return ""
         left = gate.stopped_at + EXIT_SECONDS - CLOSE_SECONDS - time.monotonic() if gate.stopping else RECEIPT_SECONDS
         try:
-            data = connection.receipts.make(connection.disk.chain, min(left, RECEIPT_SECONDS))
+            data = connection.make_receipt(min(left, RECEIPT_SECONDS))
             write_whole(self._folder / RECEIPT_FILE, data)
         except (SpesError, TimeoutError, OSError):
             return (

@@ -58,7 +58,8 @@ from spes_p2p.peer.web_data import absent_on_web
 from spes_p2p.planning.budget import Device
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, signer_of
-from spes_p2p.swarm.records import RunGroup, parse_all, parse_peer, peers_key
+from spes_p2p.swarm.records import RunGroup
+from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import EnvelopeChecker
@@ -196,7 +197,7 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
         note(_reach_check(network))
         group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
         info, found.config = await load_run(network.transport, group, ANSWER_SECONDS)
-        records, _ = parse_all(parse_peer, await network.directory.read(peers_key(group.run_id), ANSWER_SECONDS))
+        records = await read_peers(network, group.run_id, ANSWER_SECONDS)
         found.peers = sum(record.role == "peer" for record in records.values())
         note(_run_check(group, found.peers))
         found.speed = await _speed(network, note)

@@ -21,9 +21,8 @@ from spes_p2p.swarm.ports import Network
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.node import Run
-from spes_p2p.sync.organiser_words import Words, read_words, together
+from spes_p2p.sync.organiser_words import Words, known_words
 from spes_p2p.sync.passes import read_pass
-from spes_p2p.sync.sealing import EnvelopeChecker
 
 ANSWER_SECONDS = 15.0
 Say = Callable[[str], None]
@@ -133,9 +132,8 @@ def check_own_pass(token: bytes, info: RunInfo, network: Network) -> None:
 
 async def _organiser_words(network: HivemindNetwork, info: RunInfo) -> Words:
     """What the organiser has said so far; nothing where nobody knows, and it is looked for again when we are in."""
-    check = EnvelopeChecker(network.verifier).check
     try:
-        return together((await read_words(network.directory, info, check, ANSWER_SECONDS)).values())
+        return await known_words(network, info, ANSWER_SECONDS)
     except NetworkError:
         return Words()
 

@@ -26,8 +26,8 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Network
-from spes_p2p.swarm.records import HeadRecord, heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
-from spes_p2p.sync.announced import find_forks
+from spes_p2p.swarm.records import HeadRecord, newest_heads
+from spes_p2p.sync.announced import find_forks, read_heads, read_peers
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
@@ -104,8 +104,7 @@ class _Fetching:
     def __init__(
         self, network: Network, run: Run, store: StateStore, chain: Chain, report: Callable[[int, int], None]
     ) -> None:
-        self._directory = network.directory
-        self._transport = network.transport
+        self._network = network
         self._info = run.info
         self._store = store
         self.chain = chain
@@ -133,11 +132,8 @@ class _Fetching:
 
     async def newest(self) -> tuple[Commit, tuple[PeerId, ...], list[PeerId]]:
         """(the newest commit that somebody can prove, the peers that announce it, all other peers that are online)."""
-        peers, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id), ANSWER_SECONDS))
-        heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
-        self._heads = heads
-        for peer, record in peers.items():
-            self._transport.learn(peer, record.addresses)
+        peers = await read_peers(self._network, self._info.run_id, ANSWER_SECONDS)
+        heads = self._heads = await read_heads(self._network, self._info.run_id, ANSWER_SECONDS)
         reasons: list[str] = []
         for head, publishers in newest_heads(heads):
             for holder in publishers:
@@ -158,7 +154,9 @@ class _Fetching:
     async def forks(self) -> list[Fork]:
         """All forks. Peers that cannot be reached are skipped: others on the same history have what they have."""
         newest, publishers, _ = await self.newest()
-        found = await find_forks(self._transport, self._check, self._heads, newest, publishers, self._info.seals)
+        found = await find_forks(
+            self._network.transport, self._check, self._heads, newest, publishers, self._info.seals
+        )
         return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:

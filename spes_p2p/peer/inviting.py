@@ -19,7 +19,7 @@ from spes_p2p.peer.options import JoinTarget
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.invite import decode, encode, invited_to
-from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
+from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.passes import make_pass
@@ -54,5 +54,5 @@ def vouching_note(run: RunInfo | None) -> str:
 
 async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:
     info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-    peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(info.run_id), ANSWER_SECONDS))
+    peers = await read_peers(network, info.run_id, ANSWER_SECONDS)
     return invite_of(info, invited_to(peers.values(), info.organiser, meeting.addresses) or meeting.addresses)

@@ -32,8 +32,8 @@ from spes_p2p.peer.folder import RUN, claim_folder, kept_run
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
-from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.sync.node import stall_seconds_of
@@ -87,13 +87,10 @@ class Mirror:
 
     async def sources(self) -> tuple[PeerId, ...]:
         """Who else is in the run now, as far as anybody answers."""
-        records: dict[PeerId, bytes] = {}
+        known = set[PeerId]()
         with contextlib.suppress(NetworkError):
-            records.update(await self._network.directory.read(peers_key(self.info.run_id), ANSWER_SECONDS))
-        known, _ = parse_all(parse_peer, records)
-        for peer, record in known.items():
-            self._network.transport.learn(peer, record.addresses)
-        return tuple(sorted(set(known) - {self._network.signer.peer_id}))
+            known.update(await read_peers(self._network, self.info.run_id, ANSWER_SECONDS))
+        return tuple(sorted(known - {self._network.signer.peer_id}))
 
     # ---------------------------------------------------------------- data
 

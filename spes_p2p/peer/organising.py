@@ -44,6 +44,7 @@ from spes_p2p.sync.organiser_words import (
     choice,
     decay,
     ending,
+    known_words,
     load_orders,
     read_words,
     roll,
@@ -108,7 +109,7 @@ def decay_run(folder: Path, meeting: JoinTarget, steps: int) -> int:
         info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         word = decay(info, steps, _sealer_of(folder / "identity.key", info))
         _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
-        words = together((await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)).values())
+        words = await known_words(network, info)
         if newest is not None:
             check_can_fall(config, newest.manifest, folder)
         if words.decay is not None and words.decay.value.steps < steps:
@@ -170,8 +171,7 @@ def change_roll(
 
     async def announce(network: HivemindNetwork) -> tuple[Roll, Roll | None]:
         info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-        check = EnvelopeChecker(network.verifier).check
-        known = together((await read_words(network.directory, info, check)).values())
+        known = await known_words(network, info)
         word = roll(info, known, _sealer_of(identity, info), vouched, banned, forgotten)
         assert word.roll is not None
         if not word.roll.value.is_sane():
@@ -236,8 +236,7 @@ def choose_history(identity: Path, meeting: JoinTarget, parted: ForkedRun, fork:
 
 async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
     """As `choose_history`, on any network. Overrides earlier choices at this fork, even if a clock was set back."""
-    words = await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)
-    before = [signed.value.at_seconds for signed in together(words.values()).choices]
+    before = [signed.value.at_seconds for signed in (await known_words(network, info)).choices]
     at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
     parent, child = (Hash(bytes.fromhex(name)) for name in (fork.parent, side.child))
     return await tell(network, info, choice(info, parent, child, at_seconds, sealer))
@@ -265,7 +264,7 @@ async def tell(network: Network, info: RunInfo, word: Words) -> Words:
     """
     check, now = EnvelopeChecker(network.verifier).check, asyncio.get_running_loop().time
     until = now() + HEARD_SECONDS
-    known = together((await read_words(network.directory, info, check)).values()).merged(word)
+    known = (await known_words(network, info)).merged(word)
     await network.directory.publish(words_key(info.run_id), pack(known), TTL_SECONDS)
     while True:
         said = await read_words(network.directory, info, check)
@@ -334,9 +333,9 @@ def live_history(meeting: JoinTarget) -> list[HistoryLine]:
         with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
             info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
             chain = await fetch_chain(network, Path(folder), info.run_id, info.fingerprint.hex())
-            words = await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)
+            words = await known_words(network, info)
             commits = [chain.commit(round) for round in range(chain.length)]
-            return list(history(commits, last_round=together(words.values()).last_round))
+            return list(history(commits, last_round=words.last_round))
 
     return visit(meeting, fetch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError, NobodyAnswers
@@ -12,26 +11,12 @@ from spes_p2p.peer.folder import CHAIN, OWNER, RUN
 from spes_p2p.peer.kept_invite import RECEIPT_FILE, kept_invite
 from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget, meeting
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
-from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.receipts import make_receipt, no_signer
 
 ANSWER_SECONDS = 15.0
-
-
-class OwnReceipts:
-    """Makes receipts for a peer that runs in this process, over its own network."""
-
-    def __init__(self, thread: NetworkThread, network: HivemindNetwork, info: RunInfo) -> None:
-        self._thread, self._network, self._info = thread, network, info
-
-    def make(self, chain: Chain, seconds: float) -> bytes:
-        """Raises NetworkError where nobody signs one, TimeoutError after `seconds`."""
-        peer = self._network.signer.peer_id
-        making = make_receipt(self._network, self._info, chain, peer, max(0.0, seconds))
-        return self._thread.run(asyncio.wait_for(making, seconds))
 
 
 def get_receipt(output: Path) -> tuple[Path, bytes]:

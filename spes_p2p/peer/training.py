@@ -183,8 +183,8 @@ class TrainingLoop:
             if self.machine.stage in (stages.Stage.HANDED_IN, stages.Stage.AHEAD):
                 self._run_ahead()
             news = self.gate.wait(time.monotonic() + PATIENCE_SECONDS)
-            if news.applied:
-                self.take(news.applied)
+            if news:
+                self.take(news)
             elif self.machine.stage is stages.Stage.OUTSIDE:
                 self._explain_waiting()
 

@@ -20,8 +20,17 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.patience import ask_small, first_good
 from spes_p2p.exchange.requests import ChainPart, ChainRequest
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.swarm.ports import Transport
-from spes_p2p.swarm.records import HeadRecord, newest_heads
+from spes_p2p.swarm.ports import Network, Transport
+from spes_p2p.swarm.records import (
+    HeadRecord,
+    PeerRecord,
+    heads_key,
+    newest_heads,
+    parse_all,
+    parse_head,
+    parse_peer,
+    peers_key,
+)
 from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.histories import Fork, side_of
 from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
@@ -31,6 +40,19 @@ FORKS_SECONDS = 20.0
 """So long heads are compared at most: what was found by then counts."""
 Accept = Callable[[Commit, tuple[PeerId, ...]], Awaitable[bool]]
 """Whether a commit that these peers announce is believed."""
+
+
+async def read_peers(network: Network, run_id: str, timeout_seconds: float) -> dict[PeerId, PeerRecord]:
+    """What the nodes of a run say of themselves in the DHT; where they are is known from now on. Raises PeerSilent."""
+    peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(run_id), timeout_seconds))
+    for peer, record in peers.items():
+        network.transport.learn(peer, record.addresses)
+    return peers
+
+
+async def read_heads(network: Network, run_id: str, timeout_seconds: float) -> dict[PeerId, HeadRecord]:
+    """The newest commits that are announced, by who has them; nothing is checked. Raises PeerSilent."""
+    return parse_all(parse_head, await network.directory.read(heads_key(run_id), timeout_seconds))[0]
 
 
 async def newest_commit(

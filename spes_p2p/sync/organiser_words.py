@@ -24,9 +24,10 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.swarm.ports import Directory
+from spes_p2p.swarm.ports import Directory, Network
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack, unpack
 
@@ -157,6 +158,12 @@ async def read_words(
         with contextlib.suppress(RemoteProtocolError):
             found[peer] = checked(data, info, check)
     return found
+
+
+async def known_words(network: Network, info: RunInfo, timeout_seconds: float = 10.0) -> Words:
+    """All that the organiser has said, as far as the DHT knows. Raises PeerSilent."""
+    check = EnvelopeChecker(network.verifier).check
+    return together((await read_words(network.directory, info, check, timeout_seconds)).values())
 
 
 def together(all_words: Iterable[Words]) -> Words:

@@ -24,10 +24,10 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError, SpesError
 from spes_p2p.exchange.requests import WitnessRequest, pack_request
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Blob, Network
-from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
+from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.organiser_words import read_words, together
+from spes_p2p.sync.organiser_words import known_words
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
 
@@ -214,11 +214,8 @@ async def make_receipt(network: Network, info: RunInfo, chain: Chain, peer: Peer
 
     Raises NetworkError, with what each said, where too few sign one.
     """
-    check = EnvelopeChecker(network.verifier).check
-    roll = together((await read_words(network.directory, info, check, timeout_seconds)).values()).roll
-    records, _ = parse_all(parse_peer, await network.directory.read(peers_key(info.run_id), timeout_seconds))
-    for one, record in records.items():
-        network.transport.learn(one, record.addresses)
+    roll = (await known_words(network, info, timeout_seconds)).roll
+    records = await read_peers(network, info.run_id, timeout_seconds)
     askable = [one for one in (info.organiser, *_trusted(info, _vouched(roll))) if one in records]
     reasons: dict[PeerId, SpesError] = {}
     for round in range(chain.length - 1, max(0, chain.length - 1 - MOST_BACK), -1):

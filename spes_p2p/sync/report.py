@@ -24,24 +24,23 @@ from spes_p2p.ids import NOBODY, PeerId
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
 from spes_p2p.swarm.ports import Network, Transport
-from spes_p2p.swarm.records import (
-    HeadRecord,
-    PeerRecord,
-    RunGroup,
-    heads_key,
-    parse_all,
-    parse_head,
-    parse_peer,
-    peers_key,
-)
+from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunGroup
 from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync.announce import EVERY_SECONDS
-from spes_p2p.sync.announced import ANSWER_SECONDS, Accept, find_forks, is_checked, newest_commit, seen_at
+from spes_p2p.sync.announced import (
+    ANSWER_SECONDS,
+    Accept,
+    find_forks,
+    is_checked,
+    newest_commit,
+    read_heads,
+    read_peers,
+    seen_at,
+)
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
-from spes_p2p.sync.organiser_words import read_words, together
-from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.organiser_words import known_words
 
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
@@ -178,12 +177,10 @@ async def read_run(
     known: Iterable[str] = (),
 ) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
     """The same, with the newest commit that `accept` believes, and who has it."""
-    directory, transport, check = network.directory, network.transport, network.verifier.verify
-    group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
-    peers, _ = parse_all(parse_peer, await directory.read(peers_key(group.run_id), ANSWER_SECONDS))
-    heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
-    for peer, record in peers.items():
-        transport.learn(peer, record.addresses)
+    transport, check = network.transport, network.verifier.verify
+    group = await find_run(network.directory, run_id, ANSWER_SECONDS, fingerprint)
+    peers = await read_peers(network, group.run_id, ANSWER_SECONDS)
+    heads = await read_heads(network, group.run_id, ANSWER_SECONDS)
     commit, holders = await newest_commit(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
     info, config = await _run_of(transport, group) or (None, None)
@@ -195,8 +192,7 @@ async def read_run(
         report = dataclasses.replace(report, forks=forks)
     if info is not None:
         with contextlib.suppress(NetworkError):
-            words = together((await read_words(directory, info, EnvelopeChecker(network.verifier).check)).values())
-            report = dataclasses.replace(report, last_round=words.last_round)
+            report = dataclasses.replace(report, last_round=(await known_words(network, info)).last_round)
     if config is not None:
         mix = _mix(config, commit) if commit else ()
         report = dataclasses.replace(report, expert_rounds=config.sync.column_rounds, mix=mix)

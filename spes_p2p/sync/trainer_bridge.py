@@ -11,20 +11,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.messages import Intent, Work
 from spes_p2p.ids import Hash
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.surroundings import Applied
-
-
-@dataclass(frozen=True)
-class News:
-    """What happened since the training loop last looked: commits in order; empty when it should stop."""
-
-    applied: tuple[Applied, ...]
 
 
 class TrainerBridge:
@@ -122,8 +114,9 @@ class TrainerBridge:
         """Whether there is a commit to go on from, or a reason to stop."""
         return self.stopping or bool(self._applied) or self._failure is not None
 
-    def wait(self, until: float = float("inf"), heed_stop: bool = True) -> News:
-        """Waits for commits. Comes back empty when the peer should stop (if heeded) or at `until` (monotonic seconds).
+    def wait(self, until: float = float("inf"), heed_stop: bool = True) -> tuple[Applied, ...]:
+        """Waits for commits, which come in order; none when the peer should stop (if heeded), or at `until` (monotonic
+        seconds).
 
         The states of the first and of the newest stay on disk until the next call of `use`. Raises what the driver
         failed with.
@@ -134,12 +127,12 @@ class TrainerBridge:
                     raise self._failure
                 left = until - time.monotonic()
                 if left <= 0 or (heed_stop and self.stopping):
-                    return News(())
+                    return ()
                 self._changed.wait(min(left, 1.0))
             events, self._applied = tuple(self._applied), []
             self._in_use |= _rounds((events[0], events[-1]))
             self._closing = False
-            return News(events)
+            return events
 
     def use(self, round: int) -> None:
         """From now on training reads the state of this round alone; others may be removed."""

@@ -26,7 +26,7 @@ class Leaver:
         self.gate = TrainerBridge()
         self.driver = SimpleNamespace(core=SimpleNamespace(tip=SimpleNamespace(round=7)))
         self.last_round: int | None = None
-        self.peer_id, self.receipts = ME, self
+        self.peer_id = ME
         chain = SimpleNamespace(length=3, ledger=lambda round: SimpleNamespace(of=self._of))
         self.disk = SimpleNamespace(chain=chain)
         self.asked: list[float] = []
@@ -40,7 +40,7 @@ class Leaver:
         assert peer == ME
         return self._accounts.pop(0)
 
-    def make(self, chain: Any, seconds: float) -> bytes:
+    def make_receipt(self, seconds: float) -> bytes:
         self.asked.append(seconds)
         if isinstance(self.answer, Exception):
             raise self.answer
