@@ -328,7 +328,7 @@ def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
         nonlocal before
         for line in order_lines(words, before, organiser.chain.newest):
             say(line)
-        organiser.obey(words)
+        organiser.seat.obey(words)
         before = words
 
     return told

@@ -121,7 +121,7 @@ def state_of_run(
 ) -> NodeState:
     """Of the node that began the run."""
     newest, received_at = chain.newest_received or (None, None)
-    manifest, archived = newest.manifest if newest else None, organiser.archived
+    manifest, archived = newest.manifest if newest else None, organiser.seat.kept
     return NodeState(
         transport.traffic.sent,
         transport.traffic.received,

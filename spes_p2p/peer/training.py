@@ -137,7 +137,8 @@ class TrainingLoop:
         self.trainer = learning.trainer
         self.emit = emit
         self.save = save
-        self.machine = TrainerMachine(_rules_of(connection, learning), connection.layout)
+        leased = isinstance(learning.loader, LeasedLoader)
+        self.machine = TrainerMachine(stages.TrainingRules.of(config, connection.peer_id, leased), connection.layout)
         trainer = learning.trainer
         self.values = TrainedValues(
             connection.layout, disk.store, disk.inputs, disk.residuals, trainer.contribution, trainer.coordinates
@@ -379,16 +380,3 @@ class TrainingLoop:
             dump.write(manifest, event.previous, inputs, inputs.blocks, store.version(manifest.round))
         except StorageFull as error:
             self.emit(Warning(f"round {manifest.round} was not dumped: {error}"))
-
-
-def _rules_of(connection: Connection, learning: TrainingSetup) -> stages.TrainingRules:
-    config = learning.config
-    return stages.TrainingRules(
-        connection.peer_id,
-        config.optimizer.batch_sequences,
-        config.data.sequence_length,
-        leased=isinstance(learning.loader, LeasedLoader),
-        overlaps=config.sync.overlap and config.sync.enabled,
-        overlap_steps=config.sync.overlap_steps,
-        takes_turns=config.sync.column_rounds > 1,
-    )

@@ -7,7 +7,7 @@ and files are a `History`'s job: the real one has a store and streams, a simulat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -101,13 +101,14 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
 class Committer(Generic[S]):
     """Carries out Adopt and CatchUp."""
 
-    def __init__(self, dispatcher: Dispatcher, history: History[S], choices: Choices) -> None:
+    def __init__(self, dispatcher: Dispatcher, history: History[S], follow: str = "") -> None:
+        """`follow`: see `Choices`."""
         self._dispatcher = dispatcher
         self._core, self._votes, self._chain = dispatcher.core, dispatcher.votes, dispatcher.chain
         self._candidate, self._lock = dispatcher.candidate, dispatcher.candidate.lock
         self._tell, self._notice, self._now = dispatcher.tell, dispatcher.notice, dispatcher.now
         self._history = history
-        self._choices = choices
+        self._choices = Choices(follow)
         self._parted: set[Hash] = set()
         """Manifests after which another final history than ours goes on, and of which a person was told."""
 
@@ -162,7 +163,7 @@ class Committer(Generic[S]):
                 return await history.headers(tip, action.holder, action.round), None, ForkDecision.MOVE
         fork = await history.meet(tip, action.holder, action.round)
         if self._choices.meet(fork):
-            self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
+            self._tell_choices()
         way = self._core.way_to(fork.ours, fork.theirs, self._now())
         if way is ForkDecision.PARTED and manifest_hash(fork.common) not in self._parted:
             self._parted.add(manifest_hash(fork.common))
@@ -173,6 +174,14 @@ class Committer(Generic[S]):
             return fork.theirs[-1], fork, way
         await history.append(tip, fork.theirs)
         return fork.theirs[-1], None, way
+
+    def choose(self, children: Mapping[Hash, Hash]) -> None:
+        """What the organiser has chosen where histories part, by parent."""
+        self._choices.told(children)
+        self._tell_choices()
+
+    def _tell_choices(self) -> None:
+        self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
 
     async def renew(self, tip: int, commit: Commit, state: S) -> None:
         """Moves from round `tip` to a later commit of our chain and its state, unless the tip has changed meanwhile."""

@@ -42,7 +42,6 @@ from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.fraud import PROOFS, ProofFolder
 from spes_p2p.sync.genesis import check_same_run
 from spes_p2p.sync.guests import Bases
-from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import JoinedRun
 from spes_p2p.sync.node import Node, Run
@@ -191,8 +190,7 @@ class Driver:
         )  # fmt: skip
         self._history = DiskHistory(context, self._candidate, self._catching_up)
         self._log = self._history.log
-        self._choices = Choices(role.follow)
-        self._committer: Committer[Fetched] = Committer(self._dispatcher, self._history, self._choices)
+        self._committer: Committer[Fetched] = Committer(self._dispatcher, self._history, role.follow)
         self.answers = Answers(context, self._dispatcher, self._history, self._outgoing)
 
     # ---- life ----
@@ -266,8 +264,7 @@ class Driver:
 
     def obey(self, words: Words) -> None:
         """All that the organiser has signed until now of histories, of the learning rate and of peers."""
-        self._choices.told(words.children)
-        self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
+        self._committer.choose(words.children)
         if words.decay is not None:
             self._tell(on.DecayOrdered(words.decay))
         if words.roll is not None:

@@ -178,23 +178,20 @@ class RoundExecutor:
         def sure() -> Sequence[PeerId]:
             return self._core.sure_holders(action.piece, self._now())
 
+        event: on.Event
         try:
             times_ours = await self._work.fetch(action, head, lambda: self._writing(is_wanted), sure)
+            event = on.SliceStaged(key, action.hashes, times_ours)
         except UnfitTile as error:  # the tiles are those that the report has signed for
+            event = on.FetchFailed(key, is_unfit=True)
             if is_wanted():
                 self._notice(do.Notice("refused", f"slice {key} will be reduced by another peer: {error}"))
-                self._tell(on.FetchFailed(key, is_unfit=True))
-            return
         except (NetworkError, RemoteProtocolError):
-            if is_wanted():
-                self._tell(on.FetchFailed(key))
-            return
+            event = on.FetchFailed(key)
         except TileDamaged:  # mended beside
-            if is_wanted():
-                self._tell(on.StagingFailed(key))
-            return
+            event = on.StagingFailed(key)
         if is_wanted():
-            self._tell(on.SliceStaged(key, action.hashes, times_ours))
+            self._tell(event)
 
     # ---- auditing ----
 

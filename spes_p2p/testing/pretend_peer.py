@@ -28,7 +28,6 @@ from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.driver import build_driver, open_disk
 from spes_p2p.sync.joining import Joining
-from spes_p2p.sync.node import Run
 from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role, WorkJudge
 from spes_p2p.train import stages
 from spes_p2p.train.commits import news_of
@@ -158,7 +157,8 @@ class PretendPeer:
         self.disk.judge, self.disk.work_judge = self.column_judge, self.work_judge
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
-        self.machine = TrainerMachine(_rules_of(self.name, swarm.run), swarm.layout)
+        rules = stages.TrainingRules.of(swarm.run.config, self.name, swarm.run.rules.leased)
+        self.machine = TrainerMachine(rules, swarm.layout)
         self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now, self._coordinates)
         role = Role(self.intent, tuple(await sources()), follow=swarm.follow.get(self.name, ""))
         self.driver = build_driver(swarm.run, self.node, place.tip, self.disk, role, self)
@@ -350,16 +350,3 @@ class PretendPeer:
         if self.joined:
             await self.driver.stop()
             self.store.close()
-
-
-def _rules_of(name: PeerId, run: Run) -> stages.TrainingRules:
-    config, rules = run.config, run.rules
-    return stages.TrainingRules(
-        name,
-        config.optimizer.batch_sequences,
-        config.data.sequence_length,
-        leased=rules.leased,
-        overlaps=config.sync.overlap,
-        overlap_steps=config.sync.overlap_steps,
-        takes_turns=rules.expert_rounds > 1,
-    )

@@ -24,7 +24,6 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.sync.committer import Committer, long_work
 from spes_p2p.sync.dispatcher import Dispatcher
-from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.sim_state import Disk, State, root_of
@@ -226,7 +225,7 @@ class SymbolDriver:
         self.dispatcher = SymbolDispatcher(self, chain, around)
         self.history = SymbolHistory(core, disk, chain, around)
         self.executor = RoundExecutor(self.dispatcher, SymbolWork(core, disk, around))
-        self.committer: Committer[State] = Committer(self.dispatcher, self.history, Choices())
+        self.committer: Committer[State] = Committer(self.dispatcher, self.history)
 
     def tell(self, event: on.Event) -> None:
         self.dispatcher.tell(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
 from spes_p2p.data.leases import Ranges, take
 from spes_p2p.ids import Hash, PeerId
@@ -79,6 +80,19 @@ class TrainingRules:
     """At most so many steps ahead; 0: as many as a round has."""
     takes_turns: bool = False
     """Columns are not handed out in every round."""
+
+    @classmethod
+    def of(cls, config: Config, me: PeerId, leased: bool) -> TrainingRules:
+        sync = config.sync
+        return cls(
+            me,
+            config.optimizer.batch_sequences,
+            config.data.sequence_length,
+            leased,
+            sync.overlap and sync.enabled,
+            sync.overlap_steps,
+            sync.column_rounds > 1,
+        )
 
 
 # ---- events

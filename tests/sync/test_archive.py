@@ -97,7 +97,7 @@ def knows_newest(swarm: MemorySwarm) -> bool:
 
 def is_archived(swarm: MemorySwarm) -> bool:
     """Whether the archive has the state on which all stand."""
-    archived = swarm.organiser.archived
+    archived = swarm.seat.kept
     return archived is not None and all(archived == peer.driver.core.tip for peer in swarm.up)
 
 
@@ -107,7 +107,7 @@ def test_the_archive_keeps_the_newest_state_and_nothing_else(folder: Path) -> No
         for round in range(1, 6):
             await swarm.until_round(round)
             await until(lambda: is_archived(swarm))
-        newest = swarm.organiser.archived
+        newest = swarm.seat.kept
         assert newest is not None
         await swarm.kill_organiser()
         store = StateStore(folder / "organiser" / "state", swarm.layout)
@@ -198,7 +198,7 @@ def test_the_archive_goes_on_after_a_restart(folder: Path) -> None:
         await swarm.kill_organiser()
         await asyncio.sleep(10.0)
         await swarm.start_organiser()
-        await until(lambda: swarm.organiser.archived == newest.manifest)
+        await until(lambda: swarm.seat.kept == newest.manifest)
         await asyncio.gather(swarm.add("d"), swarm.add("e"))
         await swarm.until_round(newest.manifest.round + 2, ["d", "e"])
         await until(lambda: is_archived(swarm))
@@ -230,7 +230,7 @@ def test_what_is_damaged_in_the_archive_is_not_given_to_anybody(folder: Path) ->
 def test_a_lost_round_is_waited_for_and_its_tokens_are_told(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         newest = await behind(swarm)
-        kept = swarm.organiser.archived
+        kept = swarm.seat.kept
         assert kept is not None
         before = swarm.clock.now()
         await swarm.add("d")
@@ -360,7 +360,7 @@ def test_a_tick_that_fails_is_told_once_and_the_next_one_goes_on(folder: Path) -
         await until(lambda: any("could not renew the run" in text for text in swarm.organiser_said))
         await asyncio.sleep(20.0)
         assert sum("could not renew the run" in text for text in swarm.organiser_said) == 1
-        assert swarm.organiser.archived == newest.manifest
+        assert swarm.seat.kept == newest.manifest
         (folder / "organiser" / "renewals").unlink()
         await swarm.until_round(newest.manifest.round + 1, ["d"])
 
@@ -508,10 +508,10 @@ def test_certificates_come_while_an_older_state_is_on_its_way(folder: Path) -> N
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fetching, "state", slow)
             await asked.wait()
-            stood = swarm.organiser.archived
+            stood = swarm.seat.kept
             await swarm.until_round(swarm.up[0].round + 4)
             await until(lambda: knows_newest(swarm))
-            assert swarm.organiser.archived == stood
+            assert swarm.seat.kept == stood
             go_on.set()
         await until(lambda: is_archived(swarm))
 
@@ -534,7 +534,7 @@ def test_a_member_that_only_looks_on_after_a_restart_stands_by_no_vote(folder: P
         assert swarm.seat.driver is not None
         assert not swarm.seat.driver.core.state.is_member()
         await until(lambda: knows_newest(swarm))
-        assert (swarm.organiser.archived is not None) == swarm.archive
+        assert (swarm.seat.kept is not None) == swarm.archive
         check_agreement(swarm)
 
     config = small_config("swarm.heartbeat_seconds=0.2")

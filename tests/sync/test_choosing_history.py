@@ -41,7 +41,7 @@ class Surroundings:
     async def add(self, name: str) -> None:
         swarm, net = self._swarm, self._swarm.network.peer(name)
         if name == ORGANISER:
-            obey, failed, chain = swarm.organiser.obey, swarm.server_failures.append, swarm.organiser.chain
+            obey, failed, chain = swarm.seat.obey, swarm.server_failures.append, swarm.organiser.chain
         else:
             life = peer(swarm, name)
             obey, failed, chain = life.driver.obey, life.failures.append, life.chain

@@ -14,7 +14,7 @@ from tests.sync.swarm_cases import check_agreement, counts, in_swarm, until
 async def caught_up(swarm: MemorySwarm, name: str, round: int) -> None:
     """Until the archive of a mirror has the state of this round, or a later one."""
     mirror = swarm.mirrors[name]  # type: ignore[index]
-    await until(lambda: mirror.archived is not None and mirror.archived.round >= round)
+    await until(lambda: mirror.seat.kept is not None and mirror.seat.kept.round >= round)
 
 
 def newest(chain: Chain) -> Manifest:

@@ -111,7 +111,7 @@ def test_where_the_organiser_was_wrong_the_majority_goes_on(folder: Path) -> Non
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
-        await until(lambda: swarm.organiser.archived == swarm.peers[PeerId("a")].driver.core.tip)
+        await until(lambda: swarm.seat.kept == swarm.peers[PeerId("a")].driver.core.tip)
         swarm.network.partition(["a", "b", "c"], [ORGANISER_ID, "d", "e"])
         await asyncio.gather(swarm.add("d"), swarm.add("e"))
         parted = swarm.organiser.chain.length - 1
@@ -124,7 +124,7 @@ def test_where_the_organiser_was_wrong_the_majority_goes_on(folder: Path) -> Non
         chains = [swarm.organiser.chain, *(swarm.peers[PeerId(name)].chain for name in "de")]
         await until(lambda: all(chain.commit(parted + 1).manifest == ours.manifest for chain in chains), 300.0)
         await until(lambda: len(swarm.peers[PeerId("a")].driver.core.tip.members) == 5)
-        await until(lambda: swarm.organiser.archived == swarm.peers[PeerId("a")].driver.core.tip)
+        await until(lambda: swarm.seat.kept == swarm.peers[PeerId("a")].driver.core.tip)
         check_agreement(swarm)
 
     in_swarm(folder, play, small_config("swarm.heartbeat_seconds=0.2"), archive=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.consensus.content import Envelope
-from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Commit, Status
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.errors import StorageFull
@@ -21,7 +20,6 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
-from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
 from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.sync.sealing import SIGNATURES
@@ -50,7 +48,7 @@ class Organiser:
         self._has_key = node.me == run.info.organiser
         self._waiting: dict[PeerId, _Waiting] = {}
         self._has_asked = False
-        self._seat = seat
+        self.seat = seat
         self._door = Door(SIGNATURES, self.chain.names, node.clock)
         self._tasks = Tasks(seat.fatal)
         self._renewer = Renewer(run, node, files, seat)
@@ -61,26 +59,17 @@ class Organiser:
         await self._node.transport.serve(self, self.chain.names)
         self._tasks.spawn(self._renewer.run_for_ever())
         if self.chain.length:
-            self._seat.take()
+            self.seat.take()
 
     async def stop(self) -> None:
         """Ends what is under way."""
         await self._tasks.stop()
-        await self._seat.stop()
+        await self.seat.stop()
 
     @property
     def waiting(self) -> tuple[PeerId, ...]:
         """Peers that wait for genesis."""
         return tuple(self._waiting)
-
-    @property
-    def archived(self) -> Manifest | None:
-        """The newest manifest whose state is kept here; None if none is, or before the seat is taken."""
-        return self._seat.kept
-
-    def obey(self, words: Words) -> None:
-        """See `Driver.obey`."""
-        self._seat.obey(words)
 
     # ---------------------------------------------------------------- until the seat is taken (ports.Handler)
 
@@ -105,7 +94,7 @@ class Organiser:
         limit = WAITING_BEATS * self._run.heartbeat_seconds
         for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
             self._gone(peer)
-        is_banned = self._seat.admission().is_banned(status.peer)
+        is_banned = self.seat.admission().is_banned(status.peer)
         if status.intent.leaving or status.intent.serving or not status.intent.joining or is_banned:
             self._gone(status.peer)
             return
@@ -131,8 +120,8 @@ class Organiser:
             )
 
     def _has_voter(self) -> bool:
-        served = [self._node.me] if self._seat.duty is Duty.SERVER else []
-        return any(map(self._seat.admission().may_vote, [*self._waiting, *served]))
+        served = [self._node.me] if self.seat.duty is Duty.SERVER else []
+        return any(map(self.seat.admission().may_vote, [*self._waiting, *served]))
 
     def _gone(self, peer: PeerId) -> None:
         if self._waiting.pop(peer, None) is not None:
@@ -143,17 +132,17 @@ class Organiser:
         statuses = [waiting.status for _, waiting in sorted(self._waiting.items())]
         root = self._store.version(0).root
         members, wishes = members_of(statuses), wishes_of(statuses)
-        if self._seat.duty is Duty.SERVER:
-            members.append(self._seat.member)
+        if self.seat.duty is Duty.SERVER:
+            members.append(self.seat.member)
             wishes[self._node.me] = OwnershipRequest(0)
-        manifest = genesis_manifest(self._run.rules, root, members, wishes, self._seat.admission().roll)
+        manifest = genesis_manifest(self._run.rules, root, members, wishes, self.seat.admission().roll)
         self.begun(sign_genesis(manifest, self._node.me, self._node.sealer))
 
     def begun(self, genesis: Commit) -> None:
         """With this genesis, which somebody has checked, the run begins here. Raises StorageFull."""
         self.chain.append(genesis)
         self._waiting.clear()
-        self._seat.take()
+        self.seat.take()
 
 
 def said_by(peer: PeerId, envelope: Envelope, info: RunInfo) -> list[Status]:

@@ -141,7 +141,7 @@ class TrialSwarm(TrainingSwarm):
 
     async def start_organiser(self) -> None:
         await super().start_organiser()
-        self.organiser.obey(self.words)
+        self.seat.obey(self.words)
 
     async def add(self, name: str, work: PretendWork | None = None, intent: Intent | None = None) -> PretendPeer:
         attack = self.liars.get(PeerId(name))
