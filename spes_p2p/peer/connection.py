@@ -34,7 +34,7 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import MonotonicClock
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.driver import Driver, build_driver, open_disk
+from spes_p2p.sync.driver import Driver, build_driver
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Node
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
@@ -212,19 +212,18 @@ class Connection:
         ends.push_async_callback(announcer.stop)
         await announcer.start()
         self.data.start(self.known)
-        joining = Joining(run, self._node, folder, options.folder / CHECKPOINTS)
-        place = await joining.enter(intent, announcer.sources)
-        ends.callback(place.store.close)
-        disk = self._disk = open_disk(place, run, folder, self.data.answers())
+        joining = Joining(run, self._node, folder, announcer.sources, options.folder / CHECKPOINTS)
+        disk = self._disk = await joining.enter(intent, self.data.answers())
+        ends.callback(disk.store.close)
         with storing(folder, 0):
             disk.moments = MomentStore(folder / "moments", run.layout)
         role = Role(intent, tuple(await announcer.sources()), follow=options.follow)
-        driver = self._driver = self.data.driver = build_driver(run, self._node, place.tip, disk, role, self.gate)
+        driver = self._driver = self.data.driver = build_driver(run, self._node, disk, role, self.gate)
         recorder = FlightRecorder(
             options.folder / "flight", run.info, say=lambda text: self.gate.notice(Notice("recorder", text))
         )
         recorder.attach(driver.core)
-        self.presence.begin(driver, place.chain)
+        self.presence.begin(driver, disk.chain)
         self.data.traffic.begin_rounds()
         self.gate.attach(driver, asyncio.get_running_loop())
         ends.push_async_callback(driver.stop)
@@ -239,7 +238,7 @@ class Connection:
         self.wishes.begin()  # it may have been paused meanwhile
         self._beside.spawn(self.wishes.look_around(run.heartbeat_seconds))
         self._beside.spawn(self._network.keep_alive(lambda text: self.gate.notice(Notice("network", text))))
-        return place.tip
+        return disk.tip
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
         options, experts_per_peer = self._options, self.config.swarm.experts_per_peer

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -26,10 +25,9 @@ from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.patience import Patience
 from spes_p2p.exchange.rates import Rates
-from spes_p2p.exchange.requests import DataRequest, ValuesRequest, kind_of, unpack_request
+from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.transfers import FewStreams, Transfers
 from spes_p2p.failpoints import reached
-from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Blob
@@ -39,18 +37,13 @@ from spes_p2p.sync.committer import Committer, long_work
 from spes_p2p.sync.disk_history import DiskHistory
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.donor import Serving
-from spes_p2p.sync.fraud import PROOFS, ProofFolder
 from spes_p2p.sync.genesis import check_same_run
-from spes_p2p.sync.guests import Bases
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.joining import JoinedRun
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.receipts import witness
-from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.scrub import Scrubber, TileRepairer
 from spes_p2p.sync.sealing import SIGNATURES
@@ -293,20 +286,10 @@ class Driver:
         self._history.make_room()
 
 
-def open_disk(place: JoinedRun, run: Run, folder: Path, data: Callable[[DataRequest], Blob] | None = None) -> Disk:
-    """The `Disk` of a peer that has joined a run at `place`; its own values go to `folder`. Raises StorageFull."""
-    layout = run.layout
-    with storing(folder, 0):
-        inputs = Inputs(folder / "inputs", layout, run.rules.audited_work > 0)
-        residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
-    bases, proofs = Bases(folder / "guests", layout), ProofFolder(folder / PROOFS, run.info)
-    return Disk(place.store, place.chain, place.votes, inputs, residuals, bases, proofs, data=data)
-
-
-def build_driver(run: Run, node: Node, tip: Commit, disk: Disk, role: Role, hooks: Hooks) -> Driver:
-    """A driver that stands on `tip`, the newest commit whose state is on `disk`; it is yet to be started."""
+def build_driver(run: Run, node: Node, disk: Disk, role: Role, hooks: Hooks) -> Driver:
+    """A driver that stands on the tip of `disk`; it is yet to be started."""
     identity = Identity(node.me, run.rules, node.sealer, node.checker.check)
-    votes = disk.votes
+    votes, tip = disk.votes, disk.tip
     start = Start(
         votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, role.seeds, node.secret,
         disk.chain.ledger(tip.manifest.round),

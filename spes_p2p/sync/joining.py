@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,18 +20,21 @@ from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import CheckpointError, NetworkError, RemoteProtocolError, StateError
+from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore, Version
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import check_genesis
-from spes_p2p.sync.node import Node, Run
+from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.scrub import TileRepairer
 from spes_p2p.sync.starting import Sources, fetch_start
+from spes_p2p.sync.surroundings import Disk
 from spes_p2p.wire import pack
 
 WITHDRAW_SECONDS = 2.0
@@ -39,16 +42,6 @@ TELL_SECONDS = 60.0
 """A person who waits for the run to begin is told so this often."""
 LONG_CHECK_BYTES = 2**30
 """A larger state takes seconds to hash: that is said."""
-
-
-@dataclass
-class JoinedRun:
-    """A peer's place in a run, on disk: ready for a Driver."""
-
-    store: StateStore
-    chain: Chain
-    votes: VoteBook
-    tip: Commit
 
 
 def waiting_text(config: Config, here: int) -> str:
@@ -64,29 +57,31 @@ def waiting_text(config: Config, here: int) -> str:
 class Joining:
     """Brings one peer to the point where its disk holds genesis (or more) and the state of its tip."""
 
-    def __init__(self, run: Run, node: Node, folder: Path, checkpoints: Path | None = None) -> None:
-        """`folder` is the run's on this disk; from `checkpoints` of this peer lost parts of the state may be taken."""
+    def __init__(self, run: Run, node: Node, folder: Path, sources: Sources, checkpoints: Path | None = None) -> None:
+        """`folder` is the run's on this disk; `sources` finds peers that may be asked; from `checkpoints` of this peer
+        lost parts of the state may be taken."""
         self._run = run
         self._node = node
         self._folder = folder
+        self._sources = sources
         self._checkpoints = checkpoints
         self._said: set[str] = set()
-        self._transfers = Transfers(node.transport, run.layout, lambda: run.stall_seconds, patient=True)
+        self._transfers = patient_transfers(run, node)
 
-    async def enter(self, intent: Intent, sources: Sources) -> JoinedRun:
-        """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked.
+    async def enter(self, intent: Intent, data: Callable[[DataRequest], Blob] | None = None) -> Disk:
+        """Opens the disk and waits for genesis if there is none yet. `data`: see `Disk`.
 
         Raises StateError where the disk holds what does not fit, NetworkError where the initial state came out
         differently here and nobody gives it, and StorageFull. The store is closed again then.
         """
         store = StateStore(self._folder / "state", self._run.layout)
         try:
-            return await self._enter(store, intent, sources)
+            return await self._begun(store, intent, data)
         except BaseException:
             store.close()
             raise
 
-    async def _enter(self, store: StateStore, intent: Intent, sources: Sources) -> JoinedRun:
+    async def _begun(self, store: StateStore, intent: Intent, data: Callable[[DataRequest], Blob] | None) -> Disk:
         chain = Chain(self._folder / "chain")
         votes = VoteBook(self._folder / "votes", self._node.new_incarnation)
         for problem in store.problems:
@@ -96,42 +91,23 @@ class Joining:
         _drop_uncommitted(store, chain)
         is_new = store.latest() is None
         if is_new:
-            await self._make_initial(store, sources)
+            await self._make_initial(store)
         if chain.length == 0:
-            chain.append(await self._genesis(intent, votes.incarnation, sources))
-        return await self._settled(store, chain, votes, sources, is_new)
+            chain.append(await self._genesis(intent, votes.incarnation))
+        files = RunFiles(self._folder, chain, store, data)
+        return await Settling(self._run, self._node, files, votes, self._sources).settle(is_new)
 
-    async def settle(self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources) -> JoinedRun:
-        """The place of somebody who has genesis and a state on disk: whole, and at its newest commit.
-
-        Raises as `enter` does; the store stays open.
-        """
-        _drop_uncommitted(store, chain)
-        return await self._settled(store, chain, votes, sources, is_new=False)
-
-    async def _settled(
-        self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources, is_new: bool
-    ) -> JoinedRun:
-        tip = await self._tip(store, chain, sources)
-        if not is_new:
-            tip = await self._whole(store, chain, tip, sources)
-        votes.arrive(manifest_hash(tip.manifest))
-        if not _stands_by(votes.record, store, chain, tip):
-            self._node.say("what this peer voted for is no longer on its disk; it rejoins as a newcomer")
-            votes.forget()
-        return JoinedRun(store, chain, votes, tip)
-
-    async def _make_initial(self, store: StateStore, sources: Sources) -> None:
+    async def _make_initial(self, store: StateStore) -> None:
         run, model = self._run.config.run, self._run.config.model
         if run.initial_state:
             root, beat = Hash(bytes.fromhex(run.initial_state)), self._run.heartbeat_seconds
-            await fetch_start(store, root, self._transfers, sources, asyncio.to_thread, self._say_once, beat)
+            await fetch_start(store, root, self._transfers, self._sources, asyncio.to_thread, self._say_once, beat)
             return
         self._node.say("computing the initial state")
         initial = InitialState(self._run.layout, run.seed, model.init_std)
         await asyncio.to_thread(lambda: store.create_initial(initial))
 
-    async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
+    async def _genesis(self, intent: Intent, incarnation: int) -> Commit:
         """Asks everybody for genesis with each heartbeat; genesis comes about because we announce that we want to join.
 
         A peer that answers slowly does not hold up the others.
@@ -142,7 +118,7 @@ class Joining:
         try:
             while True:
                 sequence += 1
-                envelope, asked = self._newcomer(intent, incarnation, sequence), tuple(await sources())
+                envelope, asked = self._newcomer(intent, incarnation, sequence), tuple(await self._sources())
                 for peer in asked:
                     if peer not in asking:
                         asking[peer] = asyncio.create_task(self._ask_genesis(peer, envelope))
@@ -203,35 +179,60 @@ class Joining:
         status = Status(name, self._node.me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
         return Envelope(self._node.me, (self._node.sealer.seal(status),))
 
-    async def _tip(self, store: StateStore, chain: Chain, sources: Sources) -> Commit:
+
+class Settling:
+    """Brings one peer that has genesis and a state on disk to the newest commit whose state is whole there."""
+
+    def __init__(self, run: Run, node: Node, files: RunFiles, votes: VoteBook, sources: Sources) -> None:
+        """`sources` finds peers that may be asked."""
+        self._run = run
+        self._node = node
+        self._files, self._store, self._chain = files, files.store, files.chain
+        self._votes = votes
+        self._sources = sources
+        self._transfers = patient_transfers(run, node)
+
+    async def settle(self, is_new: bool = False) -> Disk:
+        """`is_new`: the state was made just now. Raises as `Joining.enter` does; the store stays open."""
+        _drop_uncommitted(self._store, self._chain)
+        tip = await self._tip()
+        if not is_new:
+            tip = await self._whole(tip)
+        self._votes.arrive(manifest_hash(tip.manifest))
+        if not _stands_by(self._votes.record, self._store, self._chain, tip):
+            self._node.say("what this peer voted for is no longer on its disk; it rejoins as a newcomer")
+            self._votes.forget()
+        return Disk.open(self._run, self._files, self._votes, tip)
+
+    async def _tip(self) -> Commit:
         """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
-        for round in sorted({*store.rounds(), *store.staged_rounds()}, reverse=True):
-            tip = chain.commit(round) if round < chain.length else None
-            if tip is None or whole_state(store, round, tip.manifest.state_root) is None:
+        for round in sorted({*self._store.rounds(), *self._store.staged_rounds()}, reverse=True):
+            tip = self._chain.commit(round) if round < self._chain.length else None
+            if tip is None or whole_state(self._store, round, tip.manifest.state_root) is None:
                 continue  # of a history that was left
-            if round not in store.rounds() or store.version(round).root != tip.manifest.state_root:
-                staged = staged_state(store, round, tip.manifest.state_root)
+            if round not in self._store.rounds() or self._store.version(round).root != tip.manifest.state_root:
+                staged = staged_state(self._store, round, tip.manifest.state_root)
                 assert staged is not None
                 staged.publish()
             return tip
-        latest = store.latest()
+        latest = self._store.latest()
         assert latest is not None
-        tip = chain.commit(latest.round)
+        tip = self._chain.commit(latest.round)
         if latest.round > 0:
             raise StateError(
-                f"the state of round {latest.round} in {self._folder} is not the one that was committed",
+                f"the state of round {latest.round} in {self._files.folder} is not the one that was committed",
                 fix="remove the folder and join again",
             )
-        return await self._replace_initial(store, chain, tip, sources)
+        return await self._replace_initial(tip)
 
-    async def _replace_initial(self, store: StateStore, chain: Chain, genesis: Commit, sources: Sources) -> Commit:
+    async def _replace_initial(self, genesis: Commit) -> Commit:
         """Ours is not that of the run (our arithmetic gave another one): fetch what differs, or a newer state."""
         if self._run.config.run.initial_state:
             self._node.say("fetching the state of the run")
         else:
             self._node.say("the initial state computed on this machine differs from the run's; fetching it instead")
         reasons: list[str] = []
-        found = await self._fetch_instead(store, chain, genesis, sources, reasons)
+        found = await self._fetch_instead(genesis, reasons)
         if found is None:
             raise NetworkError(
                 f"the initial state {short(genesis.manifest.state_root)} could not be fetched: "
@@ -240,15 +241,12 @@ class Joining:
             )
         return found
 
-    async def _fetch_instead(
-        self, store: StateStore, chain: Chain, tip: Commit, sources: Sources, reasons: list[str]
-    ) -> Commit | None:
+    async def _fetch_instead(self, tip: Commit, reasons: list[str]) -> Commit | None:
         """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
-        catch_up = CatchUp(
-            self._run.info, self._run.rules, self._node.checker.check, chain, store, self._transfers, asyncio.to_thread
-        )
-        for peer in await sources():
-            known = chain.length - 1  # perhaps from somebody who has no state
+        run, check = self._run, self._node.checker.check
+        catch_up = CatchUp(run.info, run.rules, check, self._chain, self._store, self._transfers, asyncio.to_thread)
+        for peer in await self._sources():
+            known = self._chain.length - 1  # perhaps from somebody who has no state
             for commit in dict.fromkeys((await self._newest(catch_up, peer, tip, known), tip)):
                 try:
                     (await catch_up.state(commit.manifest, tip.manifest.round, [peer])).publish()
@@ -263,30 +261,35 @@ class Joining:
         except (NetworkError, RemoteProtocolError):
             return tip
 
-    async def _whole(self, store: StateStore, chain: Chain, tip: Commit, sources: Sources) -> Commit:
+    async def _whole(self, tip: Commit) -> Commit:
         """Hashes the state of the tip, and mends it; a newer tip where nobody has its bytes any more.
 
         Raises TileDamaged where nobody has those either.
         """
-        version = store.version(tip.manifest.round)
+        version = self._store.version(tip.manifest.round)
         size_bytes = self._run.layout.num_values * VALUE_BYTES
         if size_bytes > LONG_CHECK_BYTES:
             self._node.say(f"checking the state of round {version.round} ({size_bytes / 1e9:.0f} GB)")
         damaged = await asyncio.to_thread(lambda: list(version.damaged_tiles()))
         if not damaged:
             return tip
-        holders = tuple(await sources())
-        left = await TileRepairer(store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
+        holders = tuple(await self._sources())
+        left = await TileRepairer(self._store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
         mended = len(damaged) - len(left)
         if mended:
             self._node.say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were repaired")
         if not left:
             return tip
         self._node.say(f"{version.damage(left[0])}; no peer that answers has it: looking for a newer state")
-        newer = await self._fetch_instead(store, chain, tip, sources, [])
+        newer = await self._fetch_instead(tip, [])
         if newer is None:
             raise version.damage(left[0])
         return newer
+
+
+def patient_transfers(run: Run, node: Node) -> Transfers:
+    """Fetches before there is a driver, whose other parts know of nobody's link yet."""
+    return Transfers(node.transport, run.layout, lambda: run.stall_seconds, patient=True)
 
 
 async def _end(tasks: Iterable[asyncio.Task[Commit | None]]) -> None:

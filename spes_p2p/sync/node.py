@@ -92,7 +92,7 @@ class Node:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a bootstrap node keeps of a run: `store` has the initial state as round 0.
+    """What a node keeps of a run for others: `store` has some of its states, a bootstrap node's the initial one too.
 
     Votes and residuals lie beside, in `folder`. `data` answers what is asked of the run's data, where it is here.
     """

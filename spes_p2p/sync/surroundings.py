@@ -17,15 +17,16 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.data.leases import Ranges
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.fraud import ProofFolder
+from spes_p2p.sync.fraud import PROOFS, ProofFolder
 from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.node import Node, Run
+from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.tasks import Tasks
 
@@ -119,6 +120,8 @@ class WorkJudge(Protocol):
 class Disk:
     """Where one peer keeps its part of a run."""
 
+    tip: Commit
+    """The newest commit whose state was here when it was opened."""
     store: StateStore
     chain: Chain
     votes: VoteBook
@@ -136,6 +139,16 @@ class Disk:
     """Judges what others trained; the same."""
     keeps_states: bool = True
     """If False, this node follows only the certificates, and its store does not change."""
+
+    @classmethod
+    def open(cls, run: Run, files: RunFiles, votes: VoteBook, tip: Commit) -> Disk:
+        """That of a node whose state of `tip` is there. Raises StorageFull."""
+        folder, layout = files.folder, run.layout
+        with storing(folder, 0):
+            inputs = Inputs(folder / "inputs", layout, run.rules.audited_work > 0)
+            residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
+        bases, proofs = Bases(folder / "guests", layout), ProofFolder(folder / PROOFS, run.info)
+        return cls(tip, files.store, files.chain, votes, inputs, residuals, bases, proofs, data=files.data)
 
 
 @dataclass(frozen=True)

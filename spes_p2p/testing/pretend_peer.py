@@ -26,7 +26,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
-from spes_p2p.sync.driver import build_driver, open_disk
+from spes_p2p.sync.driver import build_driver
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role, WorkJudge
 from spes_p2p.train import stages
@@ -148,24 +148,23 @@ class PretendPeer:
         self.said: list[str] = []
         self.node = swarm.node(self.net, self.said.append)
         sources = partial(swarm.sources_of, self.name)
-        joining = Joining(swarm.run, self.node, self.folder, self.folder / "checkpoints")
-        place = await joining.enter(self.intent, sources)
+        joining = Joining(swarm.run, self.node, self.folder, sources, self.folder / "checkpoints")
+        self.disk = disk = await joining.enter(self.intent)
         self._pretended: Pretended | None = None
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
-        self.disk = open_disk(place, swarm.run, self.folder)
         self.disk.judge, self.disk.work_judge = self.column_judge, self.work_judge
-        self.store, self.chain, self.votes = place.store, place.chain, place.votes
+        self.store, self.chain, self.votes = disk.store, disk.chain, disk.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         rules = stages.TrainingRules.of(swarm.run.config, self.name, swarm.run.rules.leased)
         self.machine = TrainerMachine(rules, swarm.layout)
         self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now, self._coordinates)
         role = Role(self.intent, tuple(await sources()), follow=swarm.follow.get(self.name, ""))
-        self.driver = build_driver(swarm.run, self.node, place.tip, self.disk, role, self)
+        self.driver = build_driver(swarm.run, self.node, disk, role, self)
         await self.driver.start()
         self.joined = True
-        swarm.watch(self, place.tip.manifest)
-        self._do(self.machine.handle(stages.Begin(place.tip.manifest, self.driver.core.state.is_member())))
+        swarm.watch(self, disk.tip.manifest)
+        self._do(self.machine.handle(stages.Begin(disk.tip.manifest, self.driver.core.state.is_member())))
 
     @property
     def round(self) -> int:

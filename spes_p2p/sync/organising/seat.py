@@ -22,12 +22,12 @@ from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.driver import Driver, build_driver, open_disk
-from spes_p2p.sync.joining import JoinedRun, Joining
+from spes_p2p.sync.driver import Driver, build_driver
+from spes_p2p.sync.joining import Settling
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.starting import Sources
-from spes_p2p.sync.surroundings import Applied, Role
+from spes_p2p.sync.surroundings import Applied, Disk, Role
 from spes_p2p.sync.tasks import Tasks
 
 HELD_BYTES = 2**28
@@ -118,25 +118,23 @@ class Seat:
                 await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
 
     async def _begin(self) -> Driver:
-        place = await self._place()
+        disk = await self._disk()
         role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
-        disk = open_disk(place, self._run, self._files.folder, self._files.data)
         disk.keeps_states = self.duty is not Duty.CERTIFICATES
-        driver = build_driver(self._run, self._node, place.tip, disk, role, self)
+        driver = build_driver(self._run, self._node, disk, role, self)
         driver.hide_status(self.duty is Duty.CERTIFICATES)
         await driver.start()
         return driver
 
-    async def _place(self) -> JoinedRun:
+    async def _disk(self) -> Disk:
         store, chain = self._files.store, self._files.chain
         if self.duty is Duty.CERTIFICATES:
             assert chain.newest is not None
-            return JoinedRun(store, chain, self._votes, chain.newest)
+            return Disk.open(self._run, self._files, self._votes, chain.newest)
         if self.duty is Duty.ARCHIVE and not self._is_checked:
             await self._tasks.in_thread(lambda: drop_damaged(store, chain, self._node.say))
             self._is_checked = True
-        joining = Joining(self._run, self._node, self._files.folder)
-        return await joining.settle(store, chain, self._votes, self._sources)
+        return await Settling(self._run, self._node, self._files, self._votes, self._sources).settle()
 
     def obey(self, words: Words) -> None:
         """See `Driver.obey`."""
