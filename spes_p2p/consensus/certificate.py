@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from spes_p2p.consensus.electorate import Electorate, Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, DegradedVote, Precommit, signing_bytes
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, DegradedVote, Precommit, Signed, signing_bytes
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 
 CheckSignature = Callable[[PeerId, bytes, bytes, bytes], bool]
 """(peer, public key, data, signature) -> the signature is good."""
+
+
+def is_signed(signed: Signed[Any], check: CheckSignature) -> bool:
+    """Whether its author has signed this."""
+    return check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature)
 
 
 def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:

@@ -245,7 +245,7 @@ async def _organise(
         if data is not None:
             keeper = SourceKeeper(info, node.checker.check, options.folder / DATA)
             if mirror is None:
-                keeper.publish(config.data.urls, time.time_ns() // 1000, network.signer)
+                keeper.publish(config.data.urls, time.time_ns() // 1000, node.sealer)
             serve_data = PieceServing(data, DataTraffic(), lambda: keeper.packed).answer
         files = RunFiles(folder, chain, store, serve_data)
         seat = Seat(

@@ -11,13 +11,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
-from spes_p2p.consensus.messages import LOST, Plan, Ready, Report, Signed, plan_hash, signing_bytes
+from spes_p2p.consensus.messages import LOST, Plan, Ready, Report, Signed, plan_hash
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.statements import contribution
 from spes_p2p.consensus.weights import weighed
@@ -136,7 +135,7 @@ def _check_charge(rules: RunRules, charge: Charge, check: CheckSignature) -> Non
     head = manifest_hash(parent)
     if parent.fingerprint != rules.fingerprint or not rules.audited_share:
         raise RemoteProtocolError("the report is of another run, or of one in which no mean is checked")
-    if not _is_signed(charge.report, check) or charge.report.author != report.reducer:
+    if not is_signed(charge.report, check) or charge.report.author != report.reducer:
         raise RemoteProtocolError(f"{short(report.reducer)} did not sign that report")
     if {report.parent, plan.parent} != {head} or plan_hash(plan) != report.plan:
         raise RemoteProtocolError("the report is of another plan, or on top of another manifest")
@@ -153,12 +152,8 @@ def _check_charge(rules: RunRules, charge: Charge, check: CheckSignature) -> Non
         signed, entry = said.get(peer), entries.get(peer)
         if signed is None or entry is None or contribution(rules, parent, signed.value) != entry:
             raise RemoteProtocolError(f"{short(peer)} has not committed to what the plan names")
-        if signed.value.peer != peer or not _is_signed(signed, check):
+        if signed.value.peer != peer or not is_signed(signed, check):
             raise RemoteProtocolError(f"{short(peer)} did not sign its commitment")
-
-
-def _is_signed(signed: Signed[Any], check: CheckSignature) -> bool:
-    return check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature)
 
 
 def _checked_base(layout: Layout, proof: FraudProof) -> Values:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.membership import Admission, Roll
-from spes_p2p.consensus.messages import Choice, DecayOrder, Sealer, Signed, signing_bytes
+from spes_p2p.consensus.messages import Choice, DecayOrder, Sealer, Signed
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
@@ -142,7 +142,7 @@ def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
             raise RemoteProtocolError(
                 f"an order for another run, or signed by {signed.author} instead of the organiser"
             )
-        if not check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
+        if not is_signed(signed, check):
             raise RemoteProtocolError("an order without a valid signature of the organiser")
     if words.roll is not None and not words.roll.value.is_sane():
         raise RemoteProtocolError("a roll of the organiser that is not in order")

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.membership import MAX_VOUCHED
-from spes_p2p.consensus.messages import Sealer, Signed, signing_bytes
+from spes_p2p.consensus.messages import Sealer, Signed
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
@@ -50,8 +50,7 @@ def read_pass(token: bytes, info: RunInfo, check: CheckSignature) -> Pass:
     said = signed.value
     if len(said.run) < LEAST_RUN_BYTES or not info.fingerprint.startswith(said.run):
         raise RemoteProtocolError("the invitation's token is for another run")
-    is_good = check(signed.author, signed.public_key, signing_bytes(said), signed.signature)
-    if signed.author != info.organiser or not is_good:
+    if signed.author != info.organiser or not is_signed(signed, check):
         raise RemoteProtocolError(f"the invitation's token is not signed by the organiser {info.organiser}")
     return said
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.config.load import config_from_text
-from spes_p2p.consensus.certificate import CheckSignature, certificate_statement
+from spes_p2p.consensus.certificate import CheckSignature, certificate_statement, is_signed
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Account, Proof, check_account
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, name_by_fields
@@ -170,8 +170,8 @@ def _check_seals(seals: Sequence[Seal], statement: bytes, check: CheckSignature)
 
 
 def _check_roll(roll: Signed[Roll], info: RunInfo, check: CheckSignature) -> None:
-    is_good = check(roll.author, roll.public_key, signing_bytes(roll.value), roll.signature)
-    if (roll.author, roll.value.fingerprint) != (info.organiser, info.fingerprint) or not is_good:
+    is_theirs = (roll.author, roll.value.fingerprint) == (info.organiser, info.fingerprint)
+    if not is_theirs or not is_signed(roll, check):
         raise RemoteProtocolError("the receipt's list of vouched peers is not signed by the run's organiser")
 
 
@@ -295,8 +295,7 @@ async def _ask(network: Network, signer: PeerId, bare: Receipt, timeout_seconds:
     request = pack_request(WitnessRequest(wanted.round, wanted.head))
     _, data = await network.transport.fetch(signer, request, timeout_seconds, MAX_WITNESS_BYTES, patient=True)
     signed = unpack(Signed[Witness], data)
-    check = EnvelopeChecker(network.verifier).check
-    is_good = check(signer, signed.public_key, signing_bytes(wanted), signed.signature)
-    if signed.value != wanted or signed.author != signer or not is_good:
+    is_theirs = signed.value == wanted and signed.author == signer
+    if not is_theirs or not is_signed(signed, EnvelopeChecker(network.verifier).check):
         raise RemoteProtocolError("it signs something else")
     return Seal(signer, signed.public_key, signed.signature)

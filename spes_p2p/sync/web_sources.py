@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.consensus.certificate import CheckSignature
-from spes_p2p.consensus.messages import signing_bytes
+from spes_p2p.consensus.certificate import CheckSignature, is_signed
+from spes_p2p.consensus.messages import Sealer, Signed
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.patience import ask_small
 from spes_p2p.exchange.requests import SourcesRequest
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.swarm.ports import Signer, Transport
+from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack, unpack
 
@@ -52,28 +52,19 @@ class WebSources:
             raise ValueError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class SignedSources:
-    sources: WebSources
-    author: PeerId
-    public_key: bytes
-    signature: bytes
-
-
-def sign_sources(info: RunInfo, sequence: int, urls: Sequence[str], signer: Signer) -> SignedSources:
+def sign_sources(info: RunInfo, sequence: int, urls: Sequence[str], sealer: Sealer) -> Signed[WebSources]:
     """For the organiser's key alone."""
-    sources = WebSources(info.fingerprint, sequence, tuple(urls))
-    return SignedSources(sources, signer.peer_id, signer.public_key, signer.sign(signing_bytes(sources)))
+    return sealer.seal(WebSources(info.fingerprint, sequence, tuple(urls)))
 
 
-def check_sources(data: bytes, info: RunInfo, check: CheckSignature) -> SignedSources:
+def check_sources(data: bytes, info: RunInfo, check: CheckSignature) -> Signed[WebSources]:
     """Raises RemoteProtocolError unless the organiser of this run has signed it."""
-    signed = unpack(SignedSources, data, MAX_SOURCES_BYTES)
-    if signed.sources.fingerprint != info.fingerprint or signed.author != info.organiser:
+    signed = unpack(Signed[WebSources], data, MAX_SOURCES_BYTES)
+    if signed.value.fingerprint != info.fingerprint or signed.author != info.organiser:
         raise RemoteProtocolError(
             f"a list of web servers for another run, or signed by {signed.author} instead of its organiser"
         )
-    if not check(signed.author, signed.public_key, signing_bytes(signed.sources), signed.signature):
+    if not is_signed(signed, check):
         raise RemoteProtocolError("a list of web servers without a valid signature of the organiser")
     return signed
 
@@ -84,7 +75,7 @@ class SourceKeeper:
     def __init__(self, info: RunInfo, check: CheckSignature, folder: Path) -> None:
         self._info, self._check = info, check
         self._path = folder / SOURCES_FILE
-        self._known: SignedSources | None = None
+        self._known: Signed[WebSources] | None = None
         self.changed: Callable[[], None] = lambda: None
         """Called when the list has become another one."""
         with contextlib.suppress(OSError, RemoteProtocolError):  # none, or a damaged one: others have it
@@ -92,20 +83,20 @@ class SourceKeeper:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return self._known.sources.urls if self._known is not None else ()
+        return self._known.value.urls if self._known is not None else ()
 
     @property
     def packed(self) -> bytes | None:
         """For others; None where no list is known."""
         return pack(self._known) if self._known is not None else None
 
-    def publish(self, urls: Sequence[str], sequence: int, signer: Signer) -> None:
+    def publish(self, urls: Sequence[str], sequence: int, sealer: Sealer) -> None:
         """By the organiser: a new list where it differs from what was said before."""
         if self._known is None and not urls:
             return
         if self._known is None or tuple(urls) != self.urls:
-            newest = self._known.sources.sequence + 1 if self._known is not None else 0
-            self._take(sign_sources(self._info, max(newest, sequence), urls, signer))
+            newest = self._known.value.sequence + 1 if self._known is not None else 0
+            self._take(sign_sources(self._info, max(newest, sequence), urls, sealer))
 
     async def look(self, transport: Transport, holder: PeerId, stall_seconds: float) -> None:
         """Asks one node. Raises NetworkError, also where it knows no list, and RemoteProtocolError for a false one."""
@@ -124,8 +115,8 @@ class SourceKeeper:
                     await self.look(transport, holder, stall_seconds())
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _take(self, found: SignedSources) -> None:
-        if self._known is not None and found.sources.sequence <= self._known.sources.sequence:
+    def _take(self, found: Signed[WebSources]) -> None:
+        if self._known is not None and found.value.sequence <= self._known.value.sequence:
             return
         self._known = found
         with contextlib.suppress(StorageFull, OSError):  # it is asked for again in the next life

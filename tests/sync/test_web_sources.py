@@ -16,7 +16,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_backend import FakeKeys, MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.genesis import RunInfo, describe_run
-from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SOURCES_FILE, SourceKeeper, check_sources, sign_sources
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
@@ -41,7 +41,7 @@ class Run:
         return SourceKeeper(self.info, self.check, self.folder / name)
 
     def publish(self, keeper: SourceKeeper, urls: tuple[str, ...], sequence: int = 1) -> None:
-        keeper.publish(urls, sequence, self.keys.signer(ORGANISER))
+        keeper.publish(urls, sequence, KeySealer(self.keys.signer(ORGANISER)))
 
 
 class Node:
@@ -109,16 +109,16 @@ def test_the_newest_word_counts_whoever_repeats_an_older_one(tmp_path: Path) -> 
 
 def test_what_the_organiser_has_not_signed_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    good = sign_sources(run.info, 1, FIRST, run.keys.signer(ORGANISER))
-    assert check_sources(pack(good), run.info, run.check).sources.urls == FIRST
-    changed = replace(good, sources=replace(good.sources, urls=SECOND))
-    other_run = replace(good, sources=replace(good.sources, fingerprint=run.info.dataset))
-    by_another = sign_sources(run.info, 1, FIRST, run.keys.signer(B))
+    good = sign_sources(run.info, 1, FIRST, KeySealer(run.keys.signer(ORGANISER)))
+    assert check_sources(pack(good), run.info, run.check).value.urls == FIRST
+    changed = replace(good, value=replace(good.value, urls=SECOND))
+    other_run = replace(good, value=replace(good.value, fingerprint=run.info.dataset))
+    by_another = sign_sources(run.info, 1, FIRST, KeySealer(run.keys.signer(B)))
     for bad in (changed, other_run, by_another, replace(by_another, author=ORGANISER)):
         with pytest.raises(RemoteProtocolError):
             check_sources(pack(bad), run.info, run.check)
     with pytest.raises(ValueError, match="contains a user name or a password"):
-        sign_sources(run.info, 1, ("https://me:secret@example.org",), run.keys.signer(ORGANISER))
+        sign_sources(run.info, 1, ("https://me:secret@example.org",), KeySealer(run.keys.signer(ORGANISER)))
 
 
 def test_a_damaged_list_on_disk_is_fetched_again(tmp_path: Path) -> None:
