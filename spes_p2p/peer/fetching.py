@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,56 +66,41 @@ async def fetch_newest(
     ConfigError when several runs are announced; StorageFull.
     """
     info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
-    with _following(network, info, config, folder, report) as fetching:
-        commit, version = await fetching.run()
+    with contextlib.closing(RunFetcher(network, info, config, folder, report)) as fetcher:
+        commit, version = await fetcher.run()
     return Fetched(info, config, commit, version)
 
 
-async def fetch_chain(
-    network: Network, folder: Path, run_id: str | None = None, fingerprint: str | None = None
-) -> Chain:
-    """Fetches and checks all certificates of a live run into `folder`, but no state."""
-    info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
-    with _following(network, info, config, folder) as fetching:
-        await fetching.newest()
-        return fetching.chain
+class RunFetcher:
+    """Follows the chain of a live run, and fetches its newest state; both lie in `folder`. To be closed."""
 
-
-async def fetch_forks(network: Network, folder: Path, info: RunInfo, config: Config) -> list[Fork]:
-    """All forks from the history of the newest commit, whose commits are fetched into `folder` and checked."""
-    with _following(network, info, config, folder) as fetching:
-        return await fetching.forks()
-
-
-@contextlib.contextmanager
-def _following(
-    network: Network,
-    info: RunInfo,
-    config: Config,
-    folder: Path,
-    report: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[_Fetching]:
-    run = Run(info, config, state_layout(config))
-    with contextlib.closing(StateStore(folder / "state", run.layout)) as store:
-        yield _Fetching(network, run, store, Chain(folder / "chain"), report)
-
-
-class _Fetching:
     def __init__(
-        self, network: Network, run: Run, store: StateStore, chain: Chain, report: Callable[[int, int], None]
+        self,
+        network: Network,
+        info: RunInfo,
+        config: Config,
+        folder: Path,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
+        run = Run(info, config, state_layout(config))
         self._network = network
-        self._info = run.info
-        self._store = store
-        self.chain = chain
+        self._info = info
         self._report = report
+        self._store = StateStore(folder / "state", run.layout)
+        self.chain = Chain(folder / "chain")
         self._transfers = Transfers(network.transport, run.layout, lambda: run.stall_seconds, patient=True)
         self._check = EnvelopeChecker(network.verifier).check
         self._heads: Mapping[PeerId, HeadRecord] = {}
         """The peers of the run at the time when the newest commit was looked up."""
-        self._headers = CatchUp(run.info, run.rules, self._check, chain, store, self._transfers, asyncio.to_thread)
+        self._headers = CatchUp(
+            info, run.rules, self._check, self.chain, self._store, self._transfers, asyncio.to_thread
+        )
+
+    def close(self) -> None:
+        self._store.close()
 
     async def run(self) -> tuple[Commit, Version]:
+        """The newest commit whose state came here whole, and that state. Raises as `fetch_newest` does."""
         tried: Commit | None = None
         for _ in range(MOST_TRIES):
             commit, publishers, others = await self.newest()

@@ -22,7 +22,7 @@ from spes_p2p.errors import ConfigError, NetworkError, StateError
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import orphans
-from spes_p2p.peer.fetching import fetch_chain, fetch_forks
+from spes_p2p.peer.fetching import RunFetcher
 from spes_p2p.peer.folder import CHAIN, RUN, kept_run
 from spes_p2p.peer.inviting import vouching_note
 from spes_p2p.peer.network import visit
@@ -224,8 +224,8 @@ def look_at_histories(meeting: JoinTarget) -> ForkedRun:
 async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> ForkedRun:
     """The same on any network."""
     info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
-    with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-        return ForkedRun(info, tuple(await fetch_forks(network, Path(folder), info, config)))
+    with _chain_of(network, info, config) as fetcher:
+        return ForkedRun(info, tuple(await fetcher.forks()))
 
 
 def choose_history(identity: Path, meeting: JoinTarget, parted: ForkedRun, fork: Fork, side: Side) -> None:
@@ -330,14 +330,23 @@ def live_history(meeting: JoinTarget) -> list[HistoryLine]:
     """Of a live run: all certificates are fetched and checked. Raises NetworkError, ConfigError."""
 
     async def fetch(network: HivemindNetwork) -> list[HistoryLine]:
-        with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-            info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-            chain = await fetch_chain(network, Path(folder), info.run_id, info.fingerprint.hex())
-            words = await known_words(network, info)
-            commits = [chain.commit(round) for round in range(chain.length)]
-            return list(history(commits, last_round=words.last_round))
+        info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+        with _chain_of(network, info, config) as fetcher:
+            await fetcher.newest()
+            commits = [fetcher.chain.commit(round) for round in range(fetcher.chain.length)]
+        return list(history(commits, last_round=(await known_words(network, info)).last_round))
 
     return visit(meeting, fetch)
+
+
+@contextlib.contextmanager
+def _chain_of(network: Network, info: RunInfo, config: Config) -> Iterator[RunFetcher]:
+    """Fetches certificates, which are forgotten in the end."""
+    with (
+        TemporaryDirectory(prefix="spes-p2p-chain-") as folder,
+        contextlib.closing(RunFetcher(network, info, config, Path(folder))) as fetcher,
+    ):
+        yield fetcher
 
 
 def history(
