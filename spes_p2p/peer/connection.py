@@ -12,18 +12,17 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.data.feed import Feed
-from spes_p2p.errors import NetworkError, PermanentError, RemoteProtocolError, Stopped
+from spes_p2p.errors import NetworkError, RemoteProtocolError, Stopped
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.exchange.transfers import Transfers, WrongSize
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.peer.data_supply import DataSupply
-from spes_p2p.peer.entrance import FoundRun, Say, banned, check_not_banned, find, open_peer_network
+from spes_p2p.peer.entrance import FoundRun, Say, banned, find, open_peer_network
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
@@ -249,13 +248,6 @@ class Connection:
             link_class=LINK_PRIVATE if self._network.client_mode else LINK_PUBLIC,
             uplink_bytes_per_second=int(options.network.max_upload or 0),
         )
-
-    def heed_ban(self, manifest: Manifest) -> None:
-        """A peer that a manifest bans ends."""
-        try:
-            check_not_banned(self._run.rules, self.info, manifest, self.peer_id)
-        except PermanentError as error:
-            self.gate.failed(error)
 
     def _hear_organiser(self, words: Words) -> None:
         before, self._words = self._words, words

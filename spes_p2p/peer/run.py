@@ -19,7 +19,7 @@ from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, check_datasets, need_held_out, open_dataset
 from spes_p2p.data.order import handed_out
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.errors import ConfigError, SpesError, Stopped
+from spes_p2p.errors import ConfigError, PermanentError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
@@ -33,6 +33,7 @@ from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.departure import Departure, Farewell
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
+from spes_p2p.peer.entrance import check_not_banned
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
 from spes_p2p.peer.live import LiveFacts
@@ -314,7 +315,10 @@ def _make_loader(config: Config, info: RunInfo, dataset: AnyDataset, me: PeerId)
 
 def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
     manifest, traffic = event.commit.manifest, connection.data.traffic
-    connection.heed_ban(manifest)
+    try:
+        check_not_banned(connection.found.run.rules, connection.info, manifest, connection.peer_id)
+    except PermanentError as error:
+        connection.gate.failed(error)
     data_sent, data_received = traffic.take()
     bus.emit(
         Round(
