@@ -251,7 +251,7 @@ async def _organise(
         seat = Seat(
             run, node, files, _duty(options), lambda: announcer.sources(), _once(trouble), options.network.max_upload
         )
-        organiser = Organiser(run, node, files, seat)
+        organiser = Organiser(seat)
         stack.push_async_callback(organiser.stop)
         contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
         announcer = Announcer(NodePresence(run, network, chain, data, contacts, seat), info, network, _once(trouble))

@@ -117,7 +117,7 @@ class MemorySwarm:
         chain = Chain(self.folder / ORGANISER / "chain")
         files = RunFiles(self.folder / ORGANISER, chain, self._organiser_store)
         self.seat = self._seat(node, files, duty)
-        self.organiser = Organiser(self.run, node, files, self.seat)
+        self.organiser = Organiser(self.seat)
         await self.organiser.start()
 
     def node(self, net: MemoryPeer, say: Callable[[str], None]) -> Node:
@@ -141,8 +141,7 @@ class MemorySwarm:
         store.create_initial(self._start)
         self._mirror_stores.append(store)
         node, files = self.node(net, said.append), RunFiles(folder, Chain(folder / "chain"), store)
-        seat = self._seat(node, files, Duty.SERVER if serve else Duty.ARCHIVE)
-        mirror = Organiser(self.run, node, files, seat)
+        mirror = Organiser(self._seat(node, files, Duty.SERVER if serve else Duty.ARCHIVE))
         self.mirrors[PeerId(name)] = mirror
         await mirror.start()
         transfers = Transfers(net.transport, self.layout, lambda: self.run.stall_seconds, patient=True)

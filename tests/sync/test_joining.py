@@ -95,7 +95,7 @@ def test_genesis_signed_by_a_stranger_is_refused(folder: Path) -> None:
         other = describe_run(swarm.config, swarm.info.dataset, PeerId("the real organiser"))
         swarm.run = Run(other, swarm.config, swarm.layout)
         await swarm.start_organiser()
-        swarm.organiser._has_key = True  # it signs all the same
+        swarm.seat.has_key = True  # it signs all the same
         joins = [asyncio.create_task(swarm.add(name)) for name in "abc"]
         await asyncio.sleep(30.1)  # between two heartbeats
         assert not any(join.done() for join in joins)

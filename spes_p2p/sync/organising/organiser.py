@@ -19,7 +19,6 @@ from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
-from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
 from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.sync.sealing import SIGNATURES
@@ -39,19 +38,16 @@ class _Waiting:
 class Organiser:
     """Serves newcomers and followers of one run. All coroutines belong to one event loop."""
 
-    def __init__(self, run: Run, node: Node, files: RunFiles, seat: Seat) -> None:
+    def __init__(self, seat: Seat) -> None:
+        run, node, files = seat.run, seat.node, seat.files
+        self.seat = seat
         self.chain = files.chain
-        self._run = run
-        self._node = node
-        self._store = files.store
-        self._folder = files.folder.parent
-        self._has_key = node.me == run.info.organiser
+        self._run, self._node, self._files = run, node, files
         self._waiting: dict[PeerId, _Waiting] = {}
         self._has_asked = False
-        self.seat = seat
         self._door = Door(SIGNATURES, self.chain.names, node.clock)
         self._tasks = Tasks(seat.fatal)
-        self._renewer = Renewer(run, node, files, seat)
+        self._renewer = Renewer(seat)
         self._serving = Serving(run.info, self.chain, files.store, lambda parent, first, count: None, data=files.data)
 
     async def start(self) -> None:
@@ -78,7 +74,7 @@ class Organiser:
         envelope = self._node.checker.open(caller, request, self._door)
         check_same_run(envelope, self._run.info)
         for status in said_by(caller, envelope, self._run.info):
-            if self.chain.length == 0 and self._has_key:
+            if self.chain.length == 0 and self.seat.has_key:
                 self._await(status)
         return pack(Envelope(self._node.me, commit=self.chain.newest))
 
@@ -115,9 +111,8 @@ class Organiser:
     def _ask_to_vouch(self) -> None:
         if not self._has_asked:
             self._has_asked = True
-            self._node.say(
-                f"the run can begin when somebody is here who may vote: {vouch_fix(self._folder, self._waiting)}"
-            )
+            fix = vouch_fix(self._files.folder.parent, self._waiting)
+            self._node.say(f"the run can begin when somebody is here who may vote: {fix}")
 
     def _has_voter(self) -> bool:
         served = [self._node.me] if self.seat.duty is Duty.SERVER else []
@@ -130,7 +125,7 @@ class Organiser:
     def _begin(self) -> None:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""
         statuses = [waiting.status for _, waiting in sorted(self._waiting.items())]
-        root = self._store.version(0).root
+        root = self._files.store.version(0).root
         members, wishes = members_of(statuses), wishes_of(statuses)
         if self.seat.duty is Duty.SERVER:
             members.append(self.seat.member)

@@ -23,7 +23,6 @@ from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import sign_renewal
-from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.renewal import LivenessMonitor
 from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.wire import pack, unpack
@@ -39,13 +38,10 @@ TRIES = 3
 class Renewer:
     """Looks once a heartbeat, on one event loop, from genesis on. A mirror, without the key, only looks."""
 
-    def __init__(self, run: Run, node: Node, files: RunFiles, seat: Seat) -> None:
-        self._run = run
-        self._node = node
-        self._files = files
-        self._chain = files.chain
+    def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._has_key = node.me == run.info.organiser
+        self._run, self._node, self._files = seat.run, seat.node, seat.files
+        self._chain = seat.files.chain
         self._said: set[str] = set()
         self._failing = ""
         self._listened_at = float("-inf")
@@ -76,7 +72,7 @@ class Renewer:
         if self._is_at_hand(driver, newest.manifest):
             await driver.renewed(newest)
         self._hide(driver, monitor, newest, now)
-        if self._has_key:
+        if self._seat.has_key:
             self._renew_if_due(driver, monitor, now)
 
     def _listen(self, driver: Driver, monitor: LivenessMonitor, now: float) -> None:

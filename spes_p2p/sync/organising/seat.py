@@ -72,9 +72,11 @@ class Seat:
         `max_upload`: bytes a second, which the others are told.
         """
         self.duty = duty
-        self._run = run
-        self._node = node
-        self._files = files
+        self.run = run
+        self.node = node
+        self.files = files
+        self.has_key = node.me == run.info.organiser
+        """Whether this is the organiser's node; a mirror signs nothing."""
         self._sources = sources
         self.fatal = fatal
         self._is_member = duty is Duty.SERVER
@@ -94,7 +96,7 @@ class Seat:
     @property
     def member(self) -> Member:
         """As genesis names this node."""
-        return Member(self._node.me, self._votes.incarnation, True, self._intent.link_class, trains=False)
+        return Member(self.node.me, self._votes.incarnation, True, self._intent.link_class, trains=False)
 
     @property
     def kept(self) -> Manifest | None:
@@ -115,26 +117,26 @@ class Seat:
                 self.driver.obey(self.words)
             except (NetworkError, StateError, StorageFull) as error:
                 self._say_once(f"this node cannot {'serve' if self._is_member else 'follow the run'} yet: {error}")
-                await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
+                await asyncio.sleep(RETRY_BEATS * self.run.heartbeat_seconds)
 
     async def _begin(self) -> Driver:
         disk = await self._disk()
         role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
         disk.keeps_states = self.duty is not Duty.CERTIFICATES
-        driver = build_driver(self._run, self._node, disk, role, self)
+        driver = build_driver(self.run, self.node, disk, role, self)
         driver.hide_status(self.duty is Duty.CERTIFICATES)
         await driver.start()
         return driver
 
     async def _disk(self) -> Disk:
-        store, chain = self._files.store, self._files.chain
+        store, chain = self.files.store, self.files.chain
         if self.duty is Duty.CERTIFICATES:
             assert chain.newest is not None
-            return Disk.open(self._run, self._files, self._votes, chain.newest)
+            return Disk.open(self.run, self.files, self._votes, chain.newest)
         if self.duty is Duty.ARCHIVE and not self._is_checked:
-            await self._tasks.in_thread(lambda: drop_damaged(store, chain, self._node.say))
+            await self._tasks.in_thread(lambda: drop_damaged(store, chain, self.node.say))
             self._is_checked = True
-        return await Settling(self._run, self._node, self._files, self._votes, self._sources).settle()
+        return await Settling(self.run, self.node, self.files, self._votes, self._sources).settle()
 
     def obey(self, words: Words) -> None:
         """See `Driver.obey`."""
@@ -144,7 +146,7 @@ class Seat:
 
     def admission(self) -> Admission:
         """Who may take part and who may vote, by the organiser's newest word."""
-        return self.words.admission(self._run.rules)
+        return self.words.admission(self.run.rules)
 
     def greet(self, known: Iterable[PeerId]) -> None:
         """Sends our status also to nodes in the DHT that are not members."""
@@ -194,14 +196,14 @@ class Seat:
 
     async def _begin_again(self, driver: Driver) -> None:
         await driver.stop()
-        await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
+        await asyncio.sleep(RETRY_BEATS * self.run.heartbeat_seconds)
         await self._take()
 
     def _say_once(self, text: str) -> None:
         """Says `text` once until the next commit."""
         if text not in self._said:
             self._said.add(text)
-            self._node.say(text)
+            self.node.say(text)
 
 
 def drop_damaged(store: StateStore, chain: Chain, say: Callable[[str], None]) -> None:
