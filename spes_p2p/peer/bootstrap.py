@@ -20,6 +20,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
+from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
@@ -36,10 +37,9 @@ from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_own_start, make_start, start_folder, start_from, start_from_own
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.ports import MonotonicClock
+from spes_p2p.swarm.ports import Blob, MonotonicClock
 from spes_p2p.swarm.records import MAX_ADDRESSES, PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
@@ -165,7 +165,7 @@ async def _serve(options: BootstrapOptions, run: _Found | None, say: Say, ready:
         else:
             dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
             info = describe_run(run.config, dataset, network.signer.peer_id)
-            await _organise(options, run, info, network, say, ready)
+            await RunNode(options, run, info, network, say).serve(ready)
     finally:
         await network.close()
 
@@ -176,7 +176,8 @@ async def _mirror(
     mirror = await Mirror.find(network, meeting, options.folder, say)
     try:
         data = await mirror.open_data(options.data, options.max_data_disk)
-        await _organise(options, _Found(mirror.config, data, mirror), mirror.info, network, say, ready)
+        found = _Found(mirror.config, data, mirror)
+        await RunNode(options, found, mirror.info, network, say).serve(ready)
     finally:
         await mirror.close()
 
@@ -210,191 +211,172 @@ def check_dialable(network: HivemindNetwork) -> None:
         )
 
 
-async def _organise(
-    options: BootstrapOptions,
-    found: _Found,
-    info: RunInfo,
-    network: HivemindNetwork,
-    say: Say,
-    ready: Callable[[str], None],
-) -> None:
-    config, data, mirror = found.config, found.data, found.mirror
-    layout = run_layout(config, options.model)
-    run, node = Run(info, config, layout), Node(network, MonotonicClock(), say)
-    folder = options.folder / "run"
-    claim_folder(folder, info, layout, network.signer.peer_id)
-    async with contextlib.AsyncExitStack() as stack:
-        store = StateStore(folder / "state", layout)
-        stack.callback(store.close)
-        chain = Chain(folder / "chain")
-        remote = _remote_archive(options, run, node, network)
-        if remote is not None:
-            await remote.restore_chain(chain, folder / RENEWALS)
-        if store.latest() is None and config.run.initial_state and chain.length and options.init_from is None:
-            await asyncio.to_thread(store.create_initial, zeros)
-        if mirror is not None and config.run.initial_state and store.latest() is None:
-            await mirror.fetch_initial(store)
-        await _make_initial(store, layout, config, options, say)
-        if (archive := _archive_folder(options)) is not None:
-            store = open_archive(archive, info, store)
-            stack.callback(store.close)
-        if remote is not None:
-            await remote.restore_state(store, chain)
-        trouble = asyncio.get_running_loop().create_future()
-        serve_data = None
-        if data is not None:
-            keeper = SourceKeeper(info, node.checker.check, options.folder / DATA)
-            if mirror is None:
-                keeper.publish(config.data.urls, time.time_ns() // 1000, node.sealer)
-            serve_data = PieceServing(data, DataTraffic(), lambda: keeper.packed).answer
-        files = RunFiles(folder, chain, store, serve_data)
-        seat = Seat(
-            run, node, files, _duty(options), lambda: announcer.sources(), _once(trouble), options.network.max_upload
-        )
-        organiser = Organiser(seat)
-        stack.push_async_callback(organiser.stop)
-        contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
-        announcer = Announcer(NodePresence(run, network, chain, data, contacts, seat), info, network, _once(trouble))
-        stack.push_async_callback(announcer.stop)
-        await organiser.start()
-        await announcer.start()
-        stack.push_async_callback(seat.leave, LEAVE_SECONDS)
-        watch = OrganiserWatch(
-            info, network.directory, node.checker.check, _hearing(organiser, say), _once(trouble),
-            folder / WORDS_FILE,
-        )  # fmt: skip
-        stack.push_async_callback(watch.stop)
-        await watch.start()
-        for line in introduction(config, info, chain.newest):
-            say(line)
-        for line in how_to_join(contacts.word, options.folder, network.transport.addresses):
-            say(line)
-
-        def look() -> NodeState:
-            return state_of_run(network.transport, chain, announcer, organiser, _held(data))
-
-        await stack.enter_async_context(_measuring(options, info.run_id, network, look, say))
-        ready(join_command(network.transport.addresses, info))
-        chores = [_report_commits(chain, say), network.keep_alive(say)]
-        if network.signer.peer_id == info.organiser and config.swarm.electors == "vouched":
-            keeper_of_passes = Doorkeeper(info, node.checker.check, node.sealer, folder / PASSES_FILE)
-            chores.append(_admit(keeper_of_passes, announcer, watch))
-        if remote is not None:
-            chores.append(remote.keep(lambda: seat.kept, chain, store, folder / RENEWALS))
-        if mirror is not None:
-            chores += [mirror.await_genesis(organiser, store), mirror.copy_data(announcer)]
-            if data is not None:
-                chores.append(
-                    keeper.look_on(network.transport, lambda: tuple(announcer.known), lambda: run.stall_seconds)
-                )
-        await _first_failure(trouble, *chores)
-
-
-def _archive_folder(options: BootstrapOptions) -> Path | None:
-    """Where states are kept on this disk; what is copied to a URL comes from there, or from a node that serves."""
-    if options.archive is None or "://" not in options.archive:
-        return Path(options.archive) if options.archive is not None else None
-    return None if options.serve else options.folder / "archive"
-
-
-def _remote_archive(options: BootstrapOptions, run: Run, node: Node, network: HivemindNetwork) -> RemoteArchive | None:
-    if options.archive is None or "://" not in options.archive:
-        return None
-    up, down = network.transport.traffic.upload, network.transport.traffic.download
-    return RemoteArchive(
-        RemoteFolder(options.archive), run, node.checker.check, node.say,
-        partial(up.take, urgent=False), partial(down.take, urgent=False),
-    )  # fmt: skip
-
-
-def _duty(options: BootstrapOptions) -> Duty:
-    if options.serve:
-        return Duty.SERVER
-    return Duty.CERTIFICATES if options.archive is None else Duty.ARCHIVE
-
-
-def _measuring(
-    options: BootstrapOptions, run_id: str, network: HivemindNetwork, look: Callable[[], NodeState], say: Say
-) -> contextlib.AbstractAsyncContextManager[None]:
-    """Serves this node's metrics to Prometheus while the block runs, if `--metrics-port` was given."""
-    return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
-
-
-def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
-    """A callback that reports the organiser's orders and obeys them."""
-    before = Words()
-
-    def told(words: Words) -> None:
-        nonlocal before
-        for line in order_lines(words, before, organiser.chain.newest):
-            say(line)
-        organiser.seat.obey(words)
-        before = words
-
-    return told
-
-
-async def _make_initial(store: StateStore, layout: Layout, config: Config, options: BootstrapOptions, say: Say) -> None:
-    if store.latest() is not None:
-        return
-    if options.model is not None:
-        work = partial(make_own_start, store, config, options.model)
-    elif config.run.initial_state:
-        work = partial(make_start, store, layout, config, options.init_from)
-    else:
-        say("computing the initial state")
-        initial = InitialState(layout, config.run.seed, config.model.init_std)
-        work = partial(store.create_initial, initial)
-    await asyncio.to_thread(work)
-
-
-async def _report_commits(chain: Chain, say: Say) -> None:
-    """Reports each new commit of the chain through `say`, for ever."""
-    told = chain.length
-    while True:
-        for round in range(told, chain.length):
-            if (commit := chain.find(round)) is None:  # another history won in this moment
-                break
-            before = chain.parent_of(commit.manifest)
-            for line in genesis_lines(commit.manifest) if before is None else commit_lines(commit, before):
-                say(line)
-        told = chain.length
-        await asyncio.sleep(HERALD_SECONDS)
-
-
-async def _admit(keeper: Doorkeeper, announcer: Announcer, watch: OrganiserWatch) -> None:
-    """Vouches for the peers that bring a pass, for ever."""
-    while True:
-        watch.take(keeper.admitted(watch.known, {peer: record.token for peer, record in announcer.known.items()}))
-        await asyncio.sleep(HERALD_SECONDS)
-
-
-def _held(data: PieceSource | None) -> int:
-    return data.held if data is not None else 0
-
-
-class NodePresence:
-    """What the Announcer of a bootstrap node speaks for."""
+class RunNode:
+    """A bootstrap node in a run: what it opens, what goes on there, and (for its Announcer) what it says of itself."""
 
     def __init__(
-        self,
-        run: Run,
-        network: HivemindNetwork,
-        chain: Chain,
-        data: PieceSource | None,
-        contacts: Contacts,
-        seat: Seat,
+        self, options: BootstrapOptions, found: _Found, info: RunInfo, network: HivemindNetwork, say: Say
     ) -> None:
-        self._run, self._network, self._chain, self._data = run, network, chain, data
-        self._contacts, self._seat = contacts, seat
+        layout = run_layout(found.config, options.model)
+        self._options = options
+        self._config, self._data, self._mirror = found.config, found.data, found.mirror
+        self._network, self._me = network, network.signer.peer_id
+        self._info, self._say = info, say
+        self._run, self._node = Run(info, found.config, layout), Node(network, MonotonicClock(), say)
+        self._folder = options.folder / "run"
+        self._renewals = self._folder / RENEWALS
+        claim_folder(self._folder, info, layout, self._me)
+        self._sources = SourceKeeper(info, self._node.checker.check, options.folder / DATA)
+        self._trouble = asyncio.get_running_loop().create_future()
+        self._words = Words()
         self._started = int(time.time())
+
+    async def serve(self, ready: Callable[[str], None]) -> None:
+        """Until something fails. `ready` is called with the join command once peers can come."""
+        options, network = self._options, self._network
+        async with contextlib.AsyncExitStack() as ends:
+            self._chain, self._remote, store = await self._open(ends)
+            files = RunFiles(self._folder, self._chain, store, self._answers())
+            self._seat = seat = Seat(
+                self._run, self._node, files, _duty(options), lambda: self._announcer.sources(), self._failed,
+                options.network.max_upload,
+            )  # fmt: skip
+            self._organiser = organiser = Organiser(seat)
+            ends.push_async_callback(organiser.stop)
+            self._contacts = Contacts(options.folder, self._info, self._me, options.network.initial_peers)
+            self._announcer = announcer = Announcer(self, self._info, network, self._failed)
+            ends.push_async_callback(announcer.stop)
+            await organiser.start()
+            await announcer.start()
+            ends.push_async_callback(seat.leave, LEAVE_SECONDS)
+            self._watch = watch = OrganiserWatch(
+                self._info, network.directory, self._node.checker.check, self._hear, self._failed,
+                self._folder / WORDS_FILE,
+            )  # fmt: skip
+            ends.push_async_callback(watch.stop)
+            await watch.start()
+            for line in introduction(self._config, self._info, self._chain.newest):
+                self._say(line)
+            for line in how_to_join(self._contacts.word, options.folder, network.transport.addresses):
+                self._say(line)
+            await ends.enter_async_context(_measuring(options, self._info.run_id, network, self._look, self._say))
+            ready(join_command(network.transport.addresses, self._info))
+            await _first_failure(self._trouble, *self._chores(store))
+
+    # ---------------------------------------------------------------- the disk
+
+    async def _open(self, ends: contextlib.AsyncExitStack) -> tuple[Chain, RemoteArchive | None, StateStore]:
+        """The chain, the archive at a URL, and the store of all states that are kept; each with what it lacked."""
+        store = StateStore(self._folder / "state", self._run.layout)
+        ends.callback(store.close)
+        chain, remote = Chain(self._folder / "chain"), self._remote_archive()
+        if remote is not None:
+            await remote.restore_chain(chain, self._renewals)
+        if store.latest() is None:
+            await self._make_initial(store, chain)
+        if (archive := _archive_folder(self._options)) is not None:
+            store = open_archive(archive, self._info, store)
+            ends.callback(store.close)
+        if remote is not None:
+            await remote.restore_state(store, chain)
+        return chain, remote, store
+
+    async def _make_initial(self, store: StateStore, chain: Chain) -> None:
+        options, config, layout = self._options, self._config, self._run.layout
+        given = config.run.initial_state
+        if given and chain.length and options.init_from is None:
+            work = partial(store.create_initial, zeros)
+        elif given and self._mirror is not None:
+            await self._mirror.fetch_initial(store)
+            return
+        elif options.model is not None:
+            work = partial(make_own_start, store, config, options.model)
+        elif given:
+            work = partial(make_start, store, layout, config, options.init_from)
+        else:
+            self._say("computing the initial state")
+            work = partial(store.create_initial, InitialState(layout, config.run.seed, config.model.init_std))
+        await asyncio.to_thread(work)
+
+    def _remote_archive(self) -> RemoteArchive | None:
+        url, traffic = self._options.archive, self._network.transport.traffic
+        if url is None or "://" not in url:
+            return None
+        return RemoteArchive(
+            RemoteFolder(url), self._run, self._node.checker.check, self._say,
+            partial(traffic.upload.take, urgent=False), partial(traffic.download.take, urgent=False),
+        )  # fmt: skip
+
+    def _answers(self) -> Callable[[DataRequest], Blob] | None:
+        """For who asks this node for data; None where peers bring their own."""
+        if self._data is None:
+            return None
+        if self._mirror is None:
+            self._sources.publish(self._config.data.urls, time.time_ns() // 1000, self._node.sealer)
+        return PieceServing(self._data, DataTraffic(), lambda: self._sources.packed).answer
+
+    # ---------------------------------------------------------------- what goes on
+
+    def _chores(self, store: StateStore) -> list[Coroutine[Any, Any, None]]:
+        """What never ends well."""
+        transport, announcer = self._network.transport, self._announcer
+        chores = [self._report_commits(), self._network.keep_alive(self._say)]
+        if self._me == self._info.organiser and self._config.swarm.electors == "vouched":
+            chores.append(self._admit())
+        if self._remote is not None:
+            chores.append(self._remote.keep(lambda: self._seat.kept, self._chain, store, self._renewals))
+        if self._mirror is not None:
+            chores += [self._mirror.await_genesis(self._organiser, store), self._mirror.copy_data(announcer)]
+            if self._data is not None:
+                known = self._sources.look_on(
+                    transport, lambda: tuple(announcer.known), lambda: self._run.stall_seconds
+                )
+                chores.append(known)
+        return chores
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._trouble.done():
+            self._trouble.set_exception(error)
+
+    def _hear(self, words: Words) -> None:
+        """Says what the organiser has ordered, and obeys."""
+        for line in order_lines(words, self._words, self._chain.newest):
+            self._say(line)
+        self._seat.obey(words)
+        self._words = words
+
+    def _look(self) -> NodeState:
+        return state_of_run(self._network.transport, self._chain, self._announcer, self._organiser, _held(self._data))
+
+    async def _report_commits(self) -> None:
+        """Says each new commit of the chain."""
+        chain, told = self._chain, self._chain.length
+        while True:
+            for round in range(told, chain.length):
+                if (commit := chain.find(round)) is None:  # another history won in this moment
+                    break
+                before = chain.parent_of(commit.manifest)
+                for line in genesis_lines(commit.manifest) if before is None else commit_lines(commit, before):
+                    self._say(line)
+            told = chain.length
+            await asyncio.sleep(HERALD_SECONDS)
+
+    async def _admit(self) -> None:
+        """Vouches for the peers that bring a pass."""
+        keeper = Doorkeeper(self._info, self._node.checker.check, self._node.sealer, self._folder / PASSES_FILE)
+        while True:
+            tokens = {peer: record.token for peer, record in self._announcer.known.items()}
+            self._watch.take(keeper.admitted(self._watch.known, tokens))
+            await asyncio.sleep(HERALD_SECONDS)
+
+    # ---------------------------------------------------------------- for the Announcer
 
     def describe(self) -> PeerRecord:
         """The record of now."""
         newest = self._chain.newest
         return PeerRecord(
-            run_id=self._run.info.run_id,
-            peer=self._network.signer.peer_id,
+            run_id=self._info.run_id,
+            peer=self._me,
             addresses=self._network.transport.addresses[:MAX_ADDRESSES],
             version=__version__,
             round=newest.manifest.round if newest else 0,
@@ -420,8 +402,32 @@ class NodePresence:
 
     def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
         """Who is in the DHT and no member hears from us too."""
-        self._seat.greet(peer for peer in known if peer != self._network.signer.peer_id)
+        self._seat.greet(peer for peer in known if peer != self._me)
         self._contacts.learnt(known.values())
+
+
+def _archive_folder(options: BootstrapOptions) -> Path | None:
+    """Where states are kept on this disk; what is copied to a URL comes from there, or from a node that serves."""
+    if options.archive is None or "://" not in options.archive:
+        return Path(options.archive) if options.archive is not None else None
+    return None if options.serve else options.folder / "archive"
+
+
+def _duty(options: BootstrapOptions) -> Duty:
+    if options.serve:
+        return Duty.SERVER
+    return Duty.CERTIFICATES if options.archive is None else Duty.ARCHIVE
+
+
+def _measuring(
+    options: BootstrapOptions, run_id: str, network: HivemindNetwork, look: Callable[[], NodeState], say: Say
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Serves this node's metrics to Prometheus while the block runs, if `--metrics-port` was given."""
+    return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
+
+
+def _held(data: PieceSource | None) -> int:
+    return data.held if data is not None else 0
 
 
 async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:
@@ -435,7 +441,3 @@ async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, An
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def _once(future: asyncio.Future[None]) -> Callable[[BaseException], None]:
-    return lambda error: None if future.done() else future.set_exception(error)
