@@ -176,8 +176,8 @@ async def _mirror(
     mirror = await Mirror.find(network, meeting, options.folder, say)
     try:
         data = await mirror.open_data(options.data, options.max_data_disk)
-        found = _Found(mirror.config, data, mirror)
-        await RunNode(options, found, mirror.info, network, say).serve(ready)
+        found = _Found(mirror.run.config, data, mirror)
+        await RunNode(options, found, mirror.run.info, network, say).serve(ready)
     finally:
         await mirror.close()
 
@@ -326,7 +326,7 @@ class RunNode:
         if self._remote is not None:
             chores.append(self._remote.keep(lambda: self._seat.kept, self._chain, store, self._renewals))
         if self._mirror is not None:
-            chores += [self._mirror.await_genesis(self._organiser, store), self._mirror.copy_data(announcer)]
+            chores += [self._mirror.await_genesis(self._organiser), self._mirror.copy_data(announcer)]
             if self._data is not None:
                 known = self._sources.look_on(
                     transport, lambda: tuple(announcer.known), lambda: self._run.stall_seconds

@@ -18,7 +18,7 @@ from typing import TypeVar
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.transfers import Transfers, fill_state
+from spes_p2p.exchange.transfers import fill_state
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.layout import VALUE_BYTES
@@ -88,7 +88,7 @@ class RunFetcher:
         self._report = report
         self._store = StateStore(folder / "state", run.layout)
         self.chain = Chain(folder / "chain")
-        self._transfers = Transfers(network.transport, run.layout, lambda: run.stall_seconds, patient=True)
+        self._transfers = run.transfers(network.transport)
         self._check = EnvelopeChecker(network.verifier).check
         self._heads: Mapping[PeerId, HeadRecord] = {}
         """The peers of the run at the time when the newest commit was looked up."""

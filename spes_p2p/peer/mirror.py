@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
@@ -22,8 +21,7 @@ from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import DataTraffic
-from spes_p2p.exchange.transfers import Transfers
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
@@ -35,8 +33,8 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.finding import find_and_load
-from spes_p2p.sync.genesis import RunInfo, check_run
-from spes_p2p.sync.node import stall_seconds_of
+from spes_p2p.sync.genesis import check_run
+from spes_p2p.sync.node import Run
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.starting import fetch_genesis, fetch_start
@@ -54,14 +52,13 @@ Say = Callable[[str], None]
 class Mirror:
     """Made by `Mirror.find`, before anything of the run is opened here."""
 
-    def __init__(self, network: HivemindNetwork, info: RunInfo, config: Config, folder: Path, say: Say) -> None:
-        self.info = info
-        self.config = config
+    def __init__(self, network: HivemindNetwork, run: Run, folder: Path, say: Say) -> None:
+        self.run = run
+        self._info = run.info
         self._network = network
         self._folder = folder
         self._say = say
         self._tasks = Tasks(lambda error: None)  # whoever waits for it hears of it
-        self._stall_seconds = stall_seconds_of(config)
         self._cache: PieceCache | None = None
 
     @classmethod
@@ -81,15 +78,16 @@ class Mirror:
                 f"{folder} holds the organiser's key of run {info.run_id}: it cannot be a mirror of this run",
                 fix="start it with --config as before, or give the mirror a folder of its own with --output",
             )
-        claim_folder(folder / RUN, info, run_layout(config, None), network.signer.peer_id)
+        run = Run(info, config, run_layout(config, None))
+        claim_folder(folder / RUN, info, run.layout, network.signer.peer_id)
         say(f"mirroring run {info.run_id}: this node serves what it has, and signs nothing")
-        return cls(network, info, config, folder, say)
+        return cls(network, run, folder, say)
 
     async def sources(self) -> tuple[PeerId, ...]:
         """Who else is in the run now, as far as anybody answers."""
         known = set[PeerId]()
         with contextlib.suppress(NetworkError):
-            known.update(await read_peers(self._network, self.info.run_id, ANSWER_SECONDS))
+            known.update(await read_peers(self._network, self._info.run_id, ANSWER_SECONDS))
         return tuple(sorted(known - {self._network.signer.peer_id}))
 
     # ---------------------------------------------------------------- data
@@ -99,18 +97,19 @@ class Mirror:
 
         Raises DataError for another dataset, NetworkError where nobody says what the dataset is.
         """
-        if self.config.data.source == "local" or self.info.dataset == NO_HASH:
+        config = self.run.config
+        if config.data.source == "local" or self._info.dataset == NO_HASH:
             return None
         in_thread, folder = self._tasks.in_thread, self._folder / DATA
         if path is not None:
-            config = self.config.model_copy(update={"data": self.config.data.model_copy(update={"path": path})})
+            config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
             pieces = await in_thread(lambda: FolderPieces.open(open_dataset(config), folder, self._say))
-            check_dataset(pieces.dataset_hash, path, self.info)
+            check_dataset(pieces.dataset_hash, path, self._info)
             return pieces
-        catalogue = kept_catalogue(folder, self.info.dataset)
+        catalogue = kept_catalogue(folder, self._info.dataset)
         if catalogue is None:
             catalogue = await fetch_catalogue(
-                self._network.transport, self.info.dataset, await self.sources(), ANSWER_SECONDS, self._tell
+                self._network.transport, self._info.dataset, await self.sources(), ANSWER_SECONDS, self._tell
             )
             keep_catalogue(folder, pack(catalogue))
         grid = PieceGrid(catalogue)
@@ -131,8 +130,8 @@ class Mirror:
             return {peer: record.data_pieces for peer, record in announcer.known.items()}
 
         fetcher = PieceFetcher(
-            self._network.transport, cache.grid, DataHolders(self.info.organiser, holders), self._tell, DataTraffic(),
-            lambda: self._stall_seconds, self._tasks.in_thread,
+            self._network.transport, cache.grid, DataHolders(self._info.organiser, holders), self._tell, DataTraffic(),
+            lambda: self.run.stall_seconds, self._tasks.in_thread,
         )  # fmt: skip
         while True:
             absent = await self._tasks.in_thread(lambda: absent_pieces(cache, PIECES_A_PASS))
@@ -154,21 +153,15 @@ class Mirror:
 
     async def fetch_initial(self, store: StateStore) -> None:
         """Fetches the initial state of a run that does not start from its seed; see `fetch_start`."""
-        root = Hash(bytes.fromhex(self.config.run.initial_state))
-        await fetch_start(
-            store, root, self._transfers(store), self.sources, self._tasks.in_thread, self._say,
-            self.config.swarm.heartbeat_seconds,
-        )  # fmt: skip
+        transport, in_thread = self._network.transport, self._tasks.in_thread
+        await fetch_start(self.run, store, transport, self.sources, in_thread, self._say)
 
-    async def await_genesis(self, organiser: Organiser, store: StateStore) -> None:
+    async def await_genesis(self, organiser: Organiser) -> None:
         """Gives it to `organiser` once somebody has it; never returns."""
         if not organiser.chain.length:
-            check, pause = EnvelopeChecker(self._network.verifier).check, self.config.swarm.heartbeat_seconds
-            organiser.begun(await fetch_genesis(self.info, self._transfers(store), check, self.sources, pause))
+            check = EnvelopeChecker(self._network.verifier).check
+            organiser.begun(await fetch_genesis(self.run, self._network.transport, check, self.sources))
         await asyncio.Event().wait()
-
-    def _transfers(self, store: StateStore) -> Transfers:
-        return Transfers(self._network.transport, store.layout, lambda: self._stall_seconds, patient=True)
 
     async def close(self) -> None:
         await self._tasks.stop()

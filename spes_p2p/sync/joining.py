@@ -21,8 +21,7 @@ from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import CheckpointError, NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.requests import DataRequest
-from spes_p2p.exchange.transfers import Transfers
-from spes_p2p.ids import NO_HASH, Hash, PeerId, short
+from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore, Version
@@ -66,7 +65,7 @@ class Joining:
         self._sources = sources
         self._checkpoints = checkpoints
         self._said: set[str] = set()
-        self._transfers = patient_transfers(run, node)
+        self._transfers = run.transfers(node.transport)
 
     async def enter(self, intent: Intent, data: Callable[[DataRequest], Blob] | None = None) -> Disk:
         """Opens the disk and waits for genesis if there is none yet. `data`: see `Disk`.
@@ -100,8 +99,8 @@ class Joining:
     async def _make_initial(self, store: StateStore) -> None:
         run, model = self._run.config.run, self._run.config.model
         if run.initial_state:
-            root, beat = Hash(bytes.fromhex(run.initial_state)), self._run.heartbeat_seconds
-            await fetch_start(store, root, self._transfers, self._sources, asyncio.to_thread, self._say_once, beat)
+            transport = self._node.transport
+            await fetch_start(self._run, store, transport, self._sources, asyncio.to_thread, self._say_once)
             return
         self._node.say("computing the initial state")
         initial = InitialState(self._run.layout, run.seed, model.init_std)
@@ -190,7 +189,7 @@ class Settling:
         self._files, self._store, self._chain = files, files.store, files.chain
         self._votes = votes
         self._sources = sources
-        self._transfers = patient_transfers(run, node)
+        self._transfers = run.transfers(node.transport)
 
     async def settle(self, is_new: bool = False) -> Disk:
         """`is_new`: the state was made just now. Raises as `Joining.enter` does; the store stays open."""
@@ -285,11 +284,6 @@ class Settling:
         if newer is None:
             raise version.damage(left[0])
         return newer
-
-
-def patient_transfers(run: Run, node: Node) -> Transfers:
-    """Fetches before there is a driver, whose other parts know of nobody's link yet."""
-    return Transfers(node.transport, run.layout, lambda: run.stall_seconds, patient=True)
 
 
 async def _end(tasks: Iterable[asyncio.Task[Commit | None]]) -> None:

@@ -14,6 +14,7 @@ from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError
 from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -50,7 +51,11 @@ class Run:
     @property
     def stall_seconds(self) -> float:
         """How long a stream may pause while nothing is known of the others' links."""
-        return stall_seconds_of(self.config)
+        return max(5.0, 5 * self.config.swarm.heartbeat_seconds)
+
+    def transfers(self, transport: Transport) -> Transfers:
+        """For who is in no round, and so knows nothing of the others' links."""
+        return Transfers(transport, self.layout, lambda: self.stall_seconds, patient=True)
 
 
 def wall_clock_milliseconds() -> int:
@@ -101,11 +106,6 @@ class RunFiles:
     chain: Chain
     store: StateStore
     data: Callable[[DataRequest], Blob] | None = None
-
-
-def stall_seconds_of(config: Config) -> float:
-    """See `Run.stall_seconds`."""
-    return max(5.0, 5 * config.swarm.heartbeat_seconds)
 
 
 _SLICE_BYTES = 1000

@@ -23,25 +23,22 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync.catch_up import commits_from
-from spes_p2p.sync.genesis import RunInfo, check_genesis
+from spes_p2p.sync.genesis import check_genesis
+from spes_p2p.sync.node import Run
 
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 
 
 async def fetch_start(
-    store: StateStore,
-    root: Hash,
-    transfers: Transfers,
-    sources: Sources,
-    in_thread: InThread,
-    say: Callable[[str], None],
-    pause_seconds: float,
+    run: Run, store: StateStore, transport: Transport, sources: Sources, in_thread: InThread, say: Callable[[str], None]
 ) -> None:
-    """Puts the state with this root into an empty store as round 0, or zeros where the run has begun.
+    """Puts the state that a run starts from into an empty store as round 0, or zeros where the run has begun.
 
     Asks again until somebody gives it, as one waits for genesis. Raises StorageFull.
     """
+    root, transfers = Hash(bytes.fromhex(run.config.run.initial_state)), run.transfers(transport)
     size = bytes_text(store.layout.num_values * VALUE_BYTES)
     say(f"fetching the state that the run starts from ({size})")
     while True:
@@ -55,17 +52,16 @@ async def fetch_start(
             return
         except (NetworkError, RemoteProtocolError) as error:
             say(f"the state that the run starts from could not be fetched yet: {error}")
-        await asyncio.sleep(pause_seconds)
+        await asyncio.sleep(run.heartbeat_seconds)
 
 
-async def fetch_genesis(
-    info: RunInfo, transfers: Transfers, check: CheckSignature, sources: Sources, pause_seconds: float
-) -> Commit:
+async def fetch_genesis(run: Run, transport: Transport, check: CheckSignature, sources: Sources) -> Commit:
     """Genesis, checked, as soon as somebody has it; for who takes no part, and so brings none about."""
+    transfers = run.transfers(transport)
     while True:
         with contextlib.suppress(NetworkError):  # they wait as we do, or are gone
-            return await _genesis(transfers, await sources(), lambda commit: check_genesis(commit, info, check))
-        await asyncio.sleep(pause_seconds)
+            return await _genesis(transfers, await sources(), lambda commit: check_genesis(commit, run.info, check))
+        await asyncio.sleep(run.heartbeat_seconds)
 
 
 async def _genesis(

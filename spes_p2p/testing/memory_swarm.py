@@ -16,7 +16,6 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.consensus.rules import RunRules
-from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.own import OwnStart
@@ -144,12 +143,11 @@ class MemorySwarm:
         mirror = Organiser(self._seat(node, files, Duty.SERVER if serve else Duty.ARCHIVE))
         self.mirrors[PeerId(name)] = mirror
         await mirror.start()
-        transfers = Transfers(net.transport, self.layout, lambda: self.run.stall_seconds, patient=True)
 
         async def others() -> Iterable[PeerId]:
             return [ORGANISER, *(one for one in self.mirrors if one != name), *await self._sources()]
 
-        mirror.begun(await fetch_genesis(self.info, transfers, node.checker.check, others, self.run.heartbeat_seconds))
+        mirror.begun(await fetch_genesis(self.run, net.transport, node.checker.check, others))
         return mirror
 
     async def sources_of(self, name: PeerId) -> Iterable[PeerId]:

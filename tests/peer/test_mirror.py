@@ -61,7 +61,7 @@ def test_a_run_that_was_mirrored_is_known_again_and_no_other(tmp_path: Path) -> 
 def test_it_starts_from_what_it_keeps_when_nobody_answers(tmp_path: Path) -> None:
     keep(tmp_path, INFO)
     found = find(tmp_path, "mirror", JoinTarget((), "tiny", INFO.fingerprint.hex(), INFO.organiser))
-    assert (found.info, found.config.run.run_id) == (INFO, "tiny")
+    assert (found.run.info, found.run.config.run.run_id) == (INFO, "tiny")
 
 
 def test_the_organisers_own_folder_is_no_mirror(tmp_path: Path) -> None:
