@@ -24,8 +24,9 @@ from spes_p2p.state.tile_area import TileArea
 from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import commitment_to, opening_of
-from spes_p2p.sync.coding import changed_values, encoded_change
+from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.guests import sent_coordinates
+from spes_p2p.sync.slice_mean import parts_of, sent_values
 from spes_p2p.sync.surroundings import PeerContext
 
 
@@ -118,15 +119,9 @@ class Outgoing:
         data, committed = self.serve(parent, first_tile, count), self._committed(parent)
         if data is None or committed is None:
             return None
-        parts, at = self._parts(first_tile, count), 0
-        layout = self._layout.in_round(committed.round + 1)
-        values = np.empty(parts[-1][1].stop, np.float32)
-        for tile, part in parts:
-            end = at + layout.wire_bytes(tile)
-            before = committed.block(tile.block)[tile.start : tile.stop]
-            values[part] = changed_values(layout.codec_of(tile.block), memoryview(data)[at:end], before)
-            at = end
-        return values
+        tiles = self._layout.tiles[first_tile : first_tile + count]
+        before = committed.block(tiles[0].block)[tiles[0].start : tiles[-1].stop]
+        return sent_values(self._layout.in_round(committed.round + 1), tiles, memoryview(data), before)
 
     def commit(self, parent: Hash) -> Hash:
         """Fixes what leaves this machine of the snapshot on top of `parent`; the commitment to it (see `sync.audit`).
@@ -185,7 +180,7 @@ class Outgoing:
     def _parts(self, first_tile: int, count: int) -> list[tuple[Tile, slice]]:
         """The tiles, each with its place in their joined values."""
         tiles = self._layout.tiles[first_tile : first_tile + count]
-        return [(tile, slice(tile.start - tiles[0].start, tile.stop - tiles[0].start)) for tile in tiles]
+        return list(zip(tiles, parts_of(tiles), strict=True))
 
 
 def check_asker(layout: Layout, rules: RunRules, tip: Manifest, caller: PeerId, first_tile: int, count: int) -> None:

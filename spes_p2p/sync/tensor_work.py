@@ -25,10 +25,10 @@ from spes_p2p.state.basis import Basis
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.staging import TileData
-from spes_p2p.state.version import DTYPE, Version, bytes_of
+from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
-from spes_p2p.sync.coding import changed_values, encoded_change
+from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.fraud import Charge, Given
 from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, take_in
 from spes_p2p.sync.outgoing import Outgoing
@@ -127,9 +127,8 @@ class TensorWork:
             for tile_id, data, _ in tiles if is_audited else ():
                 own = self.outgoing.own(head, tile_id, 1)
                 if own is not None:
-                    codec, base = layout.codec_of(layout.tiles[tile_id].block), self._base_of(tile_id)
-                    mean = np.frombuffer(data, DTYPE) if codec == "fp32" else changed_values(codec, data, base)
-                    likeness.add(mean, own, base)
+                    base = self._base_of(tile_id)
+                    likeness.add(sent_values(layout, (layout.tiles[tile_id],), data, base), own, base)
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             async with writing() as is_wanted:

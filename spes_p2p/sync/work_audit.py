@@ -22,10 +22,10 @@ from spes_p2p.exchange.requests import ValuesRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import sha256
 from spes_p2p.state.layout import Layout, Tile, Values
-from spes_p2p.state.version import DTYPE, Version
+from spes_p2p.state.version import Version
 from spes_p2p.sync.audit import check_committed
-from spes_p2p.sync.coding import changed_values
 from spes_p2p.sync.outgoing import Outgoing
+from spes_p2p.sync.slice_mean import sent_values
 from spes_p2p.sync.surroundings import PeerContext, Text
 from spes_p2p.wire import pack
 
@@ -129,14 +129,7 @@ class WorkAuditor:
 def _with(seen: _Round, parts: Sequence[tuple[Sequence[Tile], memoryview]]) -> Values:
     """The shared values of a round's base with what travelled of some tiles."""
     values = np.array(seen.base.block(0))
-    codec = seen.layout.codec_of(0)
     for tiles, data in parts:
-        at = 0
-        for tile in tiles:
-            end, place = at + seen.layout.wire_bytes(tile), slice(tile.start, tile.stop)
-            part = data[at:end]
-            values[place] = (
-                np.frombuffer(part, DTYPE) if codec == "fp32" else changed_values(codec, part, values[place])
-            )
-            at = end
+        place = slice(tiles[0].start, tiles[-1].stop)
+        values[place] = sent_values(seen.layout, tiles, data, values[place])
     return values
