@@ -114,7 +114,10 @@ class Effects(Protocol):
 
 
 class Dispatcher:
-    """Feeds one `Consensus`, and begins what it decides."""
+    """Feeds one `Consensus`, and begins what it decides.
+
+    Who carries out what takes long (`RoundExecutor`, `Committer`) has clock, disk and notices from here.
+    """
 
     def __init__(
         self,
