@@ -160,7 +160,8 @@ async def _serve(options: BootstrapOptions, run: _Found | None, say: Say, ready:
             await _mirror(options, options.mirror, network, say, ready)
         elif run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
-            async with _measuring(options, "", network, partial(state_of_node, network.transport), say):
+            me, look = network.signer.peer_id, partial(state_of_node, network.transport)
+            async with measuring(options.metrics_port, options.metrics_host, "", me, look, say):
                 await network.keep_alive(say)
         else:
             dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
@@ -259,7 +260,9 @@ class RunNode:
                 self._say(line)
             for line in how_to_join(self._contacts.word, options.folder, network.transport.addresses):
                 self._say(line)
-            await ends.enter_async_context(_measuring(options, self._info.run_id, network, self._look, self._say))
+            port, host = options.metrics_port, options.metrics_host
+            metrics = measuring(port, host, self._info.run_id, self._me, self._look, self._say)
+            await ends.enter_async_context(metrics)
             ready(join_command(network.transport.addresses, self._info))
             await _first_failure(self._trouble, *self._chores(store))
 
@@ -417,13 +420,6 @@ def _duty(options: BootstrapOptions) -> Duty:
     if options.serve:
         return Duty.SERVER
     return Duty.CERTIFICATES if options.archive is None else Duty.ARCHIVE
-
-
-def _measuring(
-    options: BootstrapOptions, run_id: str, network: HivemindNetwork, look: Callable[[], NodeState], say: Say
-) -> contextlib.AbstractAsyncContextManager[None]:
-    """Serves this node's metrics to Prometheus while the block runs, if `--metrics-port` was given."""
-    return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
 
 
 def _held(data: PieceSource | None) -> int:
