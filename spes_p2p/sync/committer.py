@@ -7,9 +7,8 @@ and files are a `History`'s job: the real one has a store and streams, a simulat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Generic
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
@@ -22,57 +21,8 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.histories import Choices
+from spes_p2p.sync.interfaces import History, S
 from spes_p2p.sync.round_executor import RoundExecutor
-
-S = TypeVar("S")
-"""A state that was fetched, and is not the committed one yet."""
-
-
-class History(Protocol[S]):
-    """What changes the chain and the states of one peer, and what brings others' here.
-
-    What is fetched raises NetworkError, RemoteProtocolError or TileDamaged; what is written, StorageFull.
-    """
-
-    @property
-    def moving(self) -> AbstractAsyncContextManager[Any]:
-        """A lock that is held while the state of another history comes here, to which we move."""
-
-    def being_fetched(self) -> AbstractContextManager[None]:
-        """A block in which the work under way may be cancelled."""
-
-    async def break_off(self) -> bool:
-        """Ends what is being fetched; whether there was anything."""
-
-    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
-        """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises HistoryDiverged."""
-
-    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
-        """What each has on top of the last common manifest; nothing is written."""
-
-    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
-        """Puts what follows round `tip` on our chain."""
-
-    async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
-        """A fetched state to switch to: of `newest`, or of a commit on our line begun earlier. Raises LinkTooSlow."""
-
-    async def commit(self, commit: Commit) -> None:
-        """The certificate first, then the state that was made here."""
-
-    async def follow(self, first: Manifest, newest: Commit, state: S) -> None:
-        """A later state of our own line, of which `first` is our tip's child."""
-
-    async def switch(self, fork: ForkPoint, state: S) -> None:
-        """Another history in the place of ours."""
-
-    def uplink(self) -> int:
-        """As measured, in bytes a second."""
-
-    def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
-        """`commit` is the committed state on disk; gives what is to follow when the state machine stands on it.
-
-        `first` is the child of the tip that we had, `fork` what we left for it.
-        """
 
 
 def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S]) -> Coroutine[Any, Any, None]:

@@ -8,109 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.events import placed
-from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import Commit
-from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.interfaces import Candidate, Effects, KnownChain, Owner, Votes
 
 RETRY_HEARTBEATS = 10
 """Heartbeats after which a full disk is tried again."""
-
-
-class Votes(Protocol):
-    """The voting record and the incarnation of one peer, on disk (see `VoteBook`)."""
-
-    @property
-    def record(self) -> VoteRecord: ...
-
-    @property
-    def incarnation(self) -> int: ...
-
-    def write(self, record: VoteRecord) -> None:
-        """Raises StorageFull, and OSError where the disk is broken."""
-
-    def forget(self, above: int) -> None:
-        """Raises StorageFull."""
-
-    def leave(self, record: VoteRecord) -> None:
-        """Raises StorageFull."""
-
-    def arrive(self, head: Hash) -> None:
-        """Raises StorageFull."""
-
-
-class KnownChain(Protocol):
-    """The commits of one peer's history (see `Chain`)."""
-
-    @property
-    def length(self) -> int:
-        """How many rounds it has, the one of genesis among them."""
-
-    def has(self, head: Hash, round: int) -> bool:
-        """Whether our history has this manifest at this round."""
-
-    def commit(self, round: int) -> Commit: ...
-
-    def ledger(self, round: int) -> Ledger:
-        """What is counted up to a round."""
-
-
-class Lock(AbstractAsyncContextManager[Any], Protocol):
-    """Held by one piece of work at a time."""
-
-    def locked(self) -> bool: ...
-
-
-class Candidate(Protocol):
-    """The next state in the making, on the disk of one peer (see `CandidateState`)."""
-
-    @property
-    def lock(self) -> Lock:
-        """Held by who writes to it, or publishes it."""
-
-    def open(self) -> None:
-        """Makes ready for writing: a state that was made, but not signed for, is undone."""
-
-    def recover(self) -> None:
-        """After a restart, drops what is unfinished and finds the state that we signed for."""
-
-    def finished(self, root: Hash) -> object | None:
-        """The staged state with this root, if it is whole on disk."""
-
-
-class Owner(Protocol):
-    """Who the dispatcher works for; the callbacks of `Hooks` that it needs."""
-
-    def close_training(self) -> None: ...
-
-    def notice(self, notice: do.Notice) -> None: ...
-
-    def failed(self, error: BaseException) -> None:
-        """The disk is broken: nothing is begun any more."""
-
-
-class Effects(Protocol):
-    """What a peer does when the dispatcher says so. Nothing here blocks."""
-
-    def send(self, action: do.Send) -> None: ...
-
-    def begin(self, action: do.Work) -> None:
-        """Starts long work, which ends in an event."""
-
-    def make_room(self) -> None:
-        """The disk is full: work that needs room ends, and what is kept for others goes."""
 
 
 class Dispatcher:

@@ -29,8 +29,8 @@ from spes_p2p.sync.audit import OtherValues
 from spes_p2p.sync.coding import UnfitTile
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.fraud import Charge, judged
+from spes_p2p.sync.interfaces import RoundWork, SliceWork
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
-from spes_p2p.sync.round_work import RoundWork, SliceWork
 
 Take = Callable[[Contribution, Callable[[], bool]], Coroutine[Any, Any, None]]
 """Asks a peer for its values; the second argument tells whether they are still wanted."""

@@ -31,9 +31,9 @@ from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.fraud import Charge, Given
 from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, take_in
+from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit
 from spes_p2p.sync.surroundings import PeerContext
 from spes_p2p.sync.work_audit import WorkAuditor

@@ -15,8 +15,8 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.fraud import Charge
+from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.testing.judge import Guard, Judge
 from spes_p2p.testing.sim_state import Disk, State, Trained, neighbours_of, reduce_tiles, split
 

@@ -1,0 +1,242 @@
+"""What a driver's decisions ask of disk and network: the real ones have files and tensors, a simulator's have symbols.
+
+`Dispatcher` asks `Owner`, `Effects`, `Votes`, `KnownChain` and `Candidate`, `RoundExecutor` a `RoundWork` and its
+`SliceWork`, `Committer` a `History`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.content import Content
+from spes_p2p.consensus.ledger import Ledger
+from spes_p2p.consensus.manifest import Contribution, Manifest, Merge, Slice
+from spes_p2p.consensus.messages import Commit, Plan
+from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.sync.catch_up import ForkPoint
+from spes_p2p.sync.fraud import Charge
+
+T = TypeVar("T")
+S = TypeVar("S")
+"""A state that was fetched, and is not the committed one yet."""
+Writing = Callable[[], AbstractAsyncContextManager[bool]]
+"""A lock on the candidate state; entering yields a function that tells whether the result is still wanted."""
+Sure = Callable[[], Sequence[PeerId]]
+"""Who has a slice for certain, by now."""
+
+
+class Votes(Protocol):
+    """The voting record and the incarnation of one peer, on disk (see `VoteBook`)."""
+
+    @property
+    def record(self) -> VoteRecord: ...
+
+    @property
+    def incarnation(self) -> int: ...
+
+    def write(self, record: VoteRecord) -> None:
+        """Raises StorageFull, and OSError where the disk is broken."""
+
+    def forget(self, above: int) -> None:
+        """Raises StorageFull."""
+
+    def leave(self, record: VoteRecord) -> None:
+        """Raises StorageFull."""
+
+    def arrive(self, head: Hash) -> None:
+        """Raises StorageFull."""
+
+
+class KnownChain(Protocol):
+    """The commits of one peer's history (see `Chain`)."""
+
+    @property
+    def length(self) -> int:
+        """How many rounds it has, the one of genesis among them."""
+
+    def has(self, head: Hash, round: int) -> bool:
+        """Whether our history has this manifest at this round."""
+
+    def commit(self, round: int) -> Commit: ...
+
+    def ledger(self, round: int) -> Ledger:
+        """What is counted up to a round."""
+
+
+class Lock(AbstractAsyncContextManager[Any], Protocol):
+    """Held by one piece of work at a time."""
+
+    def locked(self) -> bool: ...
+
+
+class Candidate(Protocol):
+    """The next state in the making, on the disk of one peer (see `CandidateState`)."""
+
+    @property
+    def lock(self) -> Lock:
+        """Held by who writes to it, or publishes it."""
+
+    def open(self) -> None:
+        """Makes ready for writing: a state that was made, but not signed for, is undone."""
+
+    def recover(self) -> None:
+        """After a restart, drops what is unfinished and finds the state that we signed for."""
+
+    def finished(self, root: Hash) -> object | None:
+        """The staged state with this root, if it is whole on disk."""
+
+
+class Owner(Protocol):
+    """Who the dispatcher works for; the callbacks of `Hooks` that it needs."""
+
+    def close_training(self) -> None: ...
+
+    def notice(self, notice: do.Notice) -> None: ...
+
+    def failed(self, error: BaseException) -> None:
+        """The disk is broken: nothing is begun any more."""
+
+
+class Effects(Protocol):
+    """What a peer does when the dispatcher says so. Nothing here blocks."""
+
+    def send(self, action: do.Send) -> None: ...
+
+    def begin(self, action: do.Work) -> None:
+        """Starts long work, which ends in an event."""
+
+    def make_room(self) -> None:
+        """The disk is full: work that needs room ends, and what is kept for others goes."""
+
+
+class SliceWork(Protocol):
+    """One slice that is reduced here: the values of its contributors, until their mean is staged."""
+
+    async def take_own(self, me: PeerId) -> bool:
+        """Takes this peer's own values; False without any."""
+
+    async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
+        """Takes another's values, as the plan counts them.
+
+        Raises NetworkError, RemoteProtocolError, WrongSize or OtherValues.
+        """
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether others than the owners train in this column, in a basis that is known here."""
+
+    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
+        """Takes what a guest trained, if it is in that basis. Raises NetworkError, RemoteProtocolError."""
+
+    def screen_guests(self) -> dict[PeerId, str]:
+        """Leaves out guests that are unfit, each with the reason."""
+
+    @property
+    def guests(self) -> tuple[PeerId, ...]:
+        """Those whose changes are taken in, in roster order."""
+
+    async def remade(self) -> tuple[Hash, ...]:
+        """After `average`: the hashes of its tiles, if they were staged."""
+
+    async def check_sound(self) -> None:
+        """Raises TileDamaged where a mean made here would be wrong, since the state that it begins with is."""
+
+    async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
+        """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
+
+    async def keep_proof(self, charge: Charge) -> str:
+        """Where a new proof lies that a report is false, of the values taken here; "" where none is kept."""
+
+    async def stage(self) -> tuple[Hash, ...]:
+        """Writes the mean as tiles; their hashes."""
+
+
+class RoundWork(Protocol):
+    """What is done with values, tiles and streams."""
+
+    def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AbstractAsyncContextManager[SliceWork]:
+        """Waits until there is memory for a slice. `keeps`: what is taken may be needed for a proof."""
+
+    async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """The results of all, beside each other where that is of use."""
+
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
+        """Brings tiles here, those of `sure` first; how far they go, in lengths of what was trained here on `head`.
+
+        Raises NetworkError, RemoteProtocolError, TileDamaged.
+        """
+
+    async def audit_work(self, entry: Contribution) -> str | None:
+        """What is found of work that the tip counts (see `Verdict`); None where nothing can be said."""
+
+    async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
+        """Stages the values of columns again that a state without them has taken back since; whether there were any.
+
+        `open_` makes ready for writing. Raises NetworkError, RemoteProtocolError, TileDamaged.
+        """
+
+    async def harmful(self, action: do.Try) -> frozenset[int]:
+        """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
+
+        Raises TileDamaged.
+        """
+
+    async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
+        """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""
+
+    def check(self, content: Content) -> None:
+        """Raises RemoteProtocolError where its parts do not fit each other or the grid."""
+
+    async def verify(self, content: Content, holders: Sequence[PeerId]) -> None:
+        """Brings a proposed state to this disk. Raises NetworkError, RemoteProtocolError, TileDamaged."""
+
+
+class History(Protocol[S]):
+    """What changes the chain and the states of one peer, and what brings others' here.
+
+    What is fetched raises NetworkError, RemoteProtocolError or TileDamaged; what is written, StorageFull.
+    """
+
+    @property
+    def moving(self) -> AbstractAsyncContextManager[Any]:
+        """A lock that is held while the state of another history comes here, to which we move."""
+
+    def being_fetched(self) -> AbstractContextManager[None]:
+        """A block in which the work under way may be cancelled."""
+
+    async def break_off(self) -> bool:
+        """Ends what is being fetched; whether there was anything."""
+
+    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
+        """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises HistoryDiverged."""
+
+    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
+        """What each has on top of the last common manifest; nothing is written."""
+
+    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
+        """Puts what follows round `tip` on our chain."""
+
+    async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
+        """A fetched state to switch to: of `newest`, or of a commit on our line begun earlier. Raises LinkTooSlow."""
+
+    async def commit(self, commit: Commit) -> None:
+        """The certificate first, then the state that was made here."""
+
+    async def follow(self, first: Manifest, newest: Commit, state: S) -> None:
+        """A later state of our own line, of which `first` is our tip's child."""
+
+    async def switch(self, fork: ForkPoint, state: S) -> None:
+        """Another history in the place of ours."""
+
+    def uplink(self) -> int:
+        """As measured, in bytes a second."""
+
+    def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
+        """`commit` is the committed state on disk; gives what is to follow when the state machine stands on it.
+
+        `first` is the child of the tip that we had, `fork` what we left for it.
+        """
