@@ -268,7 +268,7 @@ def test_a_node_that_cannot_take_its_seat_tries_again_or_ends(folder: Path, numb
             return Inputs(directory, layout, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("spes_p2p.sync.driver.Inputs", make)
+            patch.setattr("spes_p2p.sync.surroundings.Inputs", make)
             await start(swarm)
             await until(lambda: swarm.organiser.chain.length > 0)
             await asyncio.sleep(1.0)
