@@ -8,7 +8,7 @@ import pytest
 
 from tests import fuzzing
 
-SECONDS = 20.0
+SECONDS = 8.0
 
 
 def test_only_known_errors_come_out_of_any_parser() -> None:
