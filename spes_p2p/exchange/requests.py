@@ -107,7 +107,7 @@ class PiecesRequest(Bounded):
     """Pieces of a dataset by their numbers."""
 
     dataset: Hash
-    numbers: Annotated[tuple[Annotated[int, between(0, 2**63)], ...], length(1, MAX_PIECES_AT_ONCE)]
+    numbers: Annotated[tuple[Annotated[int, between(0, 2**63 - 1)], ...], length(1, MAX_PIECES_AT_ONCE)]
 
 
 @dataclass(frozen=True)

@@ -346,12 +346,18 @@ async def fill_state(
     `report` is told of bytes that are there now. Raises NetworkError where nobody has some, StorageFull.
     """
 
-    async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-        await in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
-        report(sum(len(data) for _, data, _ in tiles))
+    def write(tiles: Iterable[tuple[int, memoryview, Hash]]) -> int:
+        size = 0
+        for tile_id, data, name in tiles:
+            staging.write_state(tile_id, data, name)
+            size += len(data)
+        return size
+
+    async def take(tiles: Iterable[tuple[int, memoryview, Hash]]) -> None:
+        report(await in_thread(lambda: write(tiles)))
 
     absent = {tile_id: name for tile_id, name in wanted.items() if not staging.has(tile_id)}
-    await take(await in_thread(lambda: list(store.recall(absent))))
+    await take(store.recall(absent))  # one after the other: it is found, hashed and written in the thread
     missing = {tile_id: name for tile_id, name in absent.items() if not staging.has(tile_id)}
     await transfers.tiles(missing, holders, take, spread=True)
 
