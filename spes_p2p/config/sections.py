@@ -239,8 +239,9 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adamw8bit", "muon"] = local(
         "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes per trained value instead of 8; needs "
-        "the extra optim8bit); or Muon for the matrices of experts and attention (4 bytes) and AdamW for the rest, at "
-        "the same learning rate: for all peers alike, though nothing breaks where they differ.",
+        "the extra optim8bit); or Muon for the matrices of experts and attention, and for what guests train in "
+        "them (4 bytes), and AdamW for the rest, at the same learning rate: for all peers alike, though nothing breaks "
+        "where they differ.",
         "adamw",
     )
     gradient_dtype: Literal["fp32", "bf16"] = local(

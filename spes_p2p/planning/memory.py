@@ -255,7 +255,8 @@ def guest_bytes(work: Workload) -> int:
     Coordinates and moments in fp32, bases in the compute dtype.
     """
     sizes, experts = Sizes.of(work.model), work.model.num_experts
-    moments = round(OPTIMIZER_BYTES["adamw"]) * (experts - work.owned) * sizes.coordinates
+    kind = "muon" if work.options.optimizer == "muon" else "adamw"
+    moments = round(OPTIMIZER_BYTES[kind]) * (experts - work.owned) * sizes.coordinates
     return experts * (4 * sizes.coordinates + work.compute_bytes * sizes.bases) + moments
 
 

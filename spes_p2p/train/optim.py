@@ -11,7 +11,8 @@ Where the ranks of a peer share the work (kept_gradients.py), this one steps its
 moments of those.
 
 What a guest trains in a column of others (experts/guests.py) has moments in fp32, as long as its basis stays, no weight
-decay and no ramp.
+decay and no ramp. With Muon it is stepped by Muon too: r orthonormal columns are what an owner's step, whose singular
+values are one, has inside the basis, so that both are of one size.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class Optimizer:
         self._kind, self._plain, self._share = kind_of(config), Float32(config), share or Share()
         self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
-        self._guest_kind = Float32(config.model_copy(update={"weight_decay": 0.0}))
+        undecayed = config.model_copy(update={"weight_decay": 0.0})
+        self._guest_kind: Kind = Muon(undecayed) if config.name == "muon" else Float32(undecayed)
         self.guests: dict[int, Group] = {}
-        """By column of others: what a guest trains there."""
-        """What is trained in columns of others, for those that have a basis."""
+        """By column of others: what a guest trains there, in those that have a basis."""
         self._masters: dict[int, tuple[nn.Parameter, int]] = {}
         """Where a row's gradient is, by the row's id: in that of its master."""
         self._banks: tuple[ExpertBank, ...] = ()
@@ -118,9 +119,9 @@ class Optimizer:
                 self.guests[column] = replace(group, tensors=self._guest_tensors(model, column))
 
     def begin_guest(self, model: Transformer, column: int, steps: int, moments: dict[str, Stored]) -> None:
-        """Trains what a guest changes in a column; without `steps` the moments are fresh."""
-        tensors = self._guest_tensors(model, column)
-        self.guests[column] = Group(column, tensors, False, steps, moments if steps else {}, is_guest=True)
+        """Trains what a guest changes in a column; without `steps` the moments are fresh, else of any kind."""
+        kept = {name: self._guest_kind.stored(one, 1) for name, one in moments.items()} if steps else {}
+        self.guests[column] = Group(column, self._guest_tensors(model, column), False, steps, kept, is_guest=True)
 
     def end_guest(self, column: int) -> None:
         """Trains it no more."""
@@ -245,8 +246,11 @@ def kind_of(config: OptimizerConfig) -> Kind:
 
 
 def _matrices_in(group: Group, name: str, values: Tensor) -> int:
-    """Matrices of experts or attention in a tensor, one below the other; 0 for one that is anything else."""
-    if values.ndim != 2 or group.is_guest or (group.column is None and ".attention." not in name):
+    """Matrices of experts or attention in a tensor, one below the other; 0 for one that is anything else.
+
+    What a guest trains in one is a matrix, too.
+    """
+    if values.ndim != 2 or (group.column is None and ".attention." not in name):
         return 0
     return 2 if name.endswith(".gate_up") else 1
 

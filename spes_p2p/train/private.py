@@ -22,7 +22,7 @@ from spes_p2p.ids import Hash
 from spes_p2p.train.ddp import broadcast_array
 from spes_p2p.train.guests import SavedGuest
 from spes_p2p.train.kept_gradients import KeptGradients
-from spes_p2p.train.moment_store import MOMENTS, Stored, form_of, stored_shapes
+from spes_p2p.train.moment_store import Form, Stored, form_of, stored_shapes
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
@@ -104,22 +104,23 @@ def _guest_state(column: int, guest: SavedGuest) -> dict[str, Any]:
 def _guest_outline(trainer: RankTrainer, guest: Mapping[str, Any]) -> dict[str, Any]:
     if trainer.guests is not None:
         for name, entry in guest["tensors"].items():
-            for key in _kept_of_guest(guest["steps"]):
+            for key in _kept_of_guest(guest["steps"], form_of(entry)):
                 _check_tensor(f"{name}/{key}", entry[key], trainer.guests.shape(name), torch.float32)
-    return {**{key: guest[key] for key in ("column", "mark", "steps")}, "names": list(guest["tensors"])}
+    forms = {name: form_of(entry) for name, entry in guest["tensors"].items()}
+    return {**{key: guest[key] for key in ("column", "mark", "steps")}, "forms": forms}
 
 
-def _kept_of_guest(steps: int) -> tuple[str, ...]:
-    return ("value", *MOMENTS) if steps else ("value",)
+def _kept_of_guest(steps: int, form: Form) -> tuple[str, ...]:
+    return ("value", *stored_shapes(torch.Size(), form)) if steps else ("value",)
 
 
 def _received_guest(trainer: RankTrainer, plain: Mapping[str, Any], guest: Mapping[str, Any] | None) -> SavedGuest:
     assert trainer.guests is not None
     found: dict[str, dict[str, Tensor]] = {}
-    for name in plain["names"]:
+    for name, form in plain["forms"].items():
         entry = None if guest is None else guest["tensors"][name]
         shape = trainer.guests.shape(name)
-        kept = _kept_of_guest(plain["steps"])
+        kept = _kept_of_guest(plain["steps"], form)
         found[name] = {key: _received(trainer, entry, key, shape, torch.float32) for key in kept}
     values = {name: entry.pop("value") for name, entry in found.items()}
     return SavedGuest(Hash(bytes.fromhex(plain["mark"])), values, plain["steps"], found)

@@ -1,4 +1,4 @@
-"""What a rank trains in columns of others: AdamW in the coordinates, by the gradients that the owner would have."""
+"""What a rank trains in columns of others: AdamW or Muon in coordinates, by the gradients that owners would have."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from spes_p2p.config.schema import Config
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.params import ExpertPlace
+from spes_p2p.planning.memory import Workload, guest_bytes
+from spes_p2p.planning.sizes import Sizes
 from spes_p2p.state.basis import Basis, first_basis, matrices
 from spes_p2p.state.layout import Values
 from spes_p2p.train.schedule import learning_rate
@@ -71,24 +73,51 @@ def full_gradients(config: Config) -> dict[int, list[torch.Tensor]]:
     return found
 
 
+def inside(config: Config) -> dict[int, list[torch.Tensor]]:
+    """The full gradient of every matrix of foreign columns in the coordinates of its basis."""
+    found, gradients = {}, full_gradients(config)
+    for column, basis in bases(config).items():
+        pairs = zip(gradients[column], matrices(small_layout(config), column, basis.values), strict=True)
+        found[column] = [gradient @ torch.from_numpy(q) for gradient, (_, q) in pairs]
+    return found
+
+
 def test_a_step_is_adamw_in_the_coordinates_without_decay() -> None:
     config = guest_config()
-    trainer, gradients = guest(config), full_gradients(config)
+    trainer, gradients = guest(config), inside(config)
     trainer.train_step(batch_of(0))
     lr = learning_rate(config, 1)
     for column, coordinates in trainer.coordinates().items():
         assert coordinates.mark == mark(0)
-        basis = matrices(small_layout(config), column, bases(config)[column].values)
-        inside = [gradient @ torch.from_numpy(q) for gradient, (_, q) in zip(gradients[column], basis, strict=True)]
-        flat = torch.cat([each.flatten() for each in inside])
+        flat = torch.cat([each.flatten() for each in gradients[column]])
         wanted = -lr * flat / (flat.abs() + config.optimizer.eps)  # the first step of AdamW, whatever its betas
         found, large = torch.from_numpy(coordinates.values), flat.abs() > 1e-5
         assert float((found - wanted).abs()[large].max()) < 1e-2 * lr
         assert bool(large.any())
 
 
-def test_foreign_experts_themselves_are_not_trained() -> None:
-    config = guest_config()
+def test_with_muon_a_step_is_muon_in_the_coordinates_without_decay() -> None:
+    """The first one by singular vectors: each direction of the gradient moves by nearly one step's size."""
+    config = guest_config("optimizer.name=muon", "optimizer.weight_decay=0.5")
+    trainer, gradients = guest(config), inside(config)
+    trainer.train_step(batch_of(0))
+    size = learning_rate(config, 1) * 0.2
+    for column, coordinates in trainer.coordinates().items():
+        at, flat = 0, torch.from_numpy(coordinates.values)
+        for gradient in gradients[column]:
+            step = flat[at : at + gradient.numel()].view(gradient.shape) / (size * max(gradient.shape) ** 0.5)
+            at += gradient.numel()
+            left, strengths, right = torch.linalg.svd(gradient, full_matrices=False)
+            along = -(left.mT @ step @ right.mT)
+            off = (along - along.diagonal().diag()).abs().max()
+            assert float(strengths.min()) > 0
+            assert 0.6 < float(along.diagonal().min()) < float(along.diagonal().max()) < 1.25
+            assert float(off) < 0.02
+
+
+@pytest.mark.parametrize(("name", "kept"), [("adamw", 2), ("muon", 1)])
+def test_foreign_experts_themselves_are_not_trained(name: str, kept: int) -> None:
+    config, alone = (small_config(f"optimizer.name={name}", f"model.guest_rank={rank}") for rank in (RANK, 0))
     trainer = guest(config)
     rank = trainer._rank
     before = {column: rank.trained.read_block(1 + column) for column in FOREIGN}
@@ -96,11 +125,14 @@ def test_foreign_experts_themselves_are_not_trained() -> None:
         trainer.train_step(batch_of(seed))
     assert all(np.array_equal(rank.trained.read_block(1 + column), before[column]) for column in FOREIGN)
     thin = config.model.num_layers * (2 * config.model.expert_ffn + config.model.d_model) * RANK * 4
-    plain = Trainer(small_config(), small_layout(small_config()), CPU)
-    plain.adopt(OWNED, initial(small_config()), 0)
+    plain = Trainer(alone, small_layout(alone), CPU)
+    plain.adopt(OWNED, initial(alone), 0)
     plain.train_step(batch_of(0))
     assert trainer.held.gradients - plain.held.gradients == config.model.num_experts * thin
-    assert trainer.held.moments - plain.held.moments == len(FOREIGN) * 2 * thin
+    assert trainer.held.moments - plain.held.moments == len(FOREIGN) * kept * thin
+    work = Workload.of(config, len(OWNED))
+    values = config.model.num_experts * (thin + work.compute_bytes * Sizes.of(config.model).bases)
+    assert guest_bytes(work) == values + len(FOREIGN) * kept * thin
 
 
 def test_it_learns_what_it_could_not_without() -> None:
@@ -189,8 +221,9 @@ def test_columns_that_change_hands() -> None:
     assert trainer.coordinates()[1].values.any()
 
 
-def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Path) -> None:
-    config = guest_config()
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Path, name: str) -> None:
+    config = guest_config(f"optimizer.name={name}")
     whole, second = guest(config), Trainer(config, small_layout(config), CPU)
     whole.train_step(batch_of(0))
     write_private(tmp_path, whole.private_state())
@@ -204,6 +237,21 @@ def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Pa
     assert second.train_step(batch_of(1)).loss == whole.train_step(batch_of(1)).loss
     after, again = whole.coordinates(), second.coordinates()
     assert all(np.array_equal(after[column].values, again[column].values) for column in FOREIGN)
+
+
+@pytest.mark.parametrize("names", [("muon", "adamw"), ("adamw", "muon")])
+def test_an_interrupted_guest_may_go_on_with_another_optimizer(tmp_path: Path, names: tuple[str, str]) -> None:
+    first, then = (guest_config(f"optimizer.name={name}") for name in names)
+    whole, second = guest(first), Trainer(then, small_layout(then), CPU)
+    whole.train_step(batch_of(0))
+    write_private(tmp_path, whole.private_state())
+    second.adopt(OWNED, initial(then), 0)
+    second.load_private_state(read_private(tmp_path))
+    second.use_bases(bases(then))
+    assert np.array_equal(second.coordinates()[2].values, whole.coordinates()[2].values)
+    second.train_step(batch_of(1))
+    assert np.isfinite(second.coordinates()[2].values).all()
+    assert not np.array_equal(second.coordinates()[2].values, whole.coordinates()[2].values)
 
 
 @pytest.mark.sampled(2)
