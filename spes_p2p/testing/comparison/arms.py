@@ -74,7 +74,6 @@ ARMS = {
     "centralized-muon": "centralized optimizer.name=muon",
     "eight-peers-guests": "eight-peers model.guest_rank=16",
     "eight-peers-guests-muon-int4": "eight-peers-guests optimizer.name=muon sync.codec=int4 sync.guest_codec=int4",
-    "eight-peers-guests-muon-32-int4": "eight-peers model.guest_rank=32 optimizer.name=muon sync.codec=int4 sync.guest_codec=int4",
     "eight-peers-muon-int4": "eight-peers optimizer.name=muon sync.codec=int4",
     "eight-peers": "two-periods each={half} swarm.min_peers={twice_peers} batch={half_batch} micro={half_micro}",
 }  # fmt: skip
