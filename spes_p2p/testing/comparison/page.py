@@ -223,7 +223,7 @@ def plot(
 
     names = []
     for field, label in LABELS.items():
-        figure = Figure(figsize=(7, 4.4), layout="constrained")
+        figure = Figure(figsize=(8.5, 4.4), layout="constrained")
         axes = figure.subplots()
         for number, (arm, own) in enumerate(by_arm(found, arms).items()):
             look = {"label": arm, "color": f"C{number % COLOURS}", "marker": "os^"[number // COLOURS % 3]}
@@ -236,7 +236,7 @@ def plot(
             xscale="linear" if field == "tokens" else "log",
         )  # fmt: skip
         axes.title.set_fontsize("medium")
-        axes.legend(fontsize="small")
+        figure.legend(fontsize="small", loc="outside right upper")  # beside: many arms would hide what they name
         axes.grid(alpha=0.3)
         names.append(f"{stem}-{field.replace('_', '-')}")
         for kind in kinds:
