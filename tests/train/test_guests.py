@@ -82,7 +82,22 @@ def inside(config: Config) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def test_a_step_is_adamw_in_the_coordinates_without_decay() -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_coordinates_do_not_decay(name: str) -> None:
+    """Without a gradient they stay as they are, while what is owned shrinks."""
+    trainer = guest(guest_config(f"optimizer.name={name}", "optimizer.weight_decay=0.5"))
+    trainer.train_step(batch_of(0))
+    before, owned = trainer.coordinates(), trainer._rank.contribution(1 + OWNED[0])
+    for group in (*trainer._rank.optimizer.groups, *trainer._rank.optimizer.guests.values()):
+        group.moments.clear()
+    trainer._rank.optimizer.step(0.1, torch.zeros_like)
+    after = trainer.coordinates()
+    assert all(np.array_equal(after[column].values, before[column].values) for column in FOREIGN)
+    assert before[FOREIGN[0]].values.any()
+    np.testing.assert_allclose(trainer._rank.contribution(1 + OWNED[0]), 0.95 * owned, rtol=1e-5)
+
+
+def test_a_step_is_adamw_in_the_coordinates() -> None:
     config = guest_config()
     trainer, gradients = guest(config), inside(config)
     trainer.train_step(batch_of(0))
@@ -96,9 +111,9 @@ def test_a_step_is_adamw_in_the_coordinates_without_decay() -> None:
         assert bool(large.any())
 
 
-def test_with_muon_a_step_is_muon_in_the_coordinates_without_decay() -> None:
+def test_with_muon_a_step_is_muon_in_the_coordinates() -> None:
     """The first one by singular vectors: each direction of the gradient moves by nearly one step's size."""
-    config = guest_config("optimizer.name=muon", "optimizer.weight_decay=0.5")
+    config = guest_config("optimizer.name=muon")
     trainer, gradients = guest(config), inside(config)
     trainer.train_step(batch_of(0))
     size = learning_rate(config, 1) * 0.2
