@@ -270,9 +270,13 @@ def test_an_interrupted_guest_may_go_on_with_another_optimizer(tmp_path: Path, n
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("micro", "sharding"), [(8, "none"), (2, "none"), (2, "zero2"), (2, "zero3")])
-def test_two_ranks_are_one_guest(micro: int, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("micro", "sharding", "name"),
+    [(8, "none", "adamw"), (2, "none", "adamw"), (2, "none", "muon"), (2, "zero2", "adamw"), (2, "zero3", "adamw")],
+)
+def test_two_ranks_are_one_guest(micro: int, sharding: str, name: str) -> None:
     config = guest_config(
+        f"optimizer.name={name}",
         f"optimizer.micro_batch_sequences={micro}",
         "optimizer.load_balancing_weight=0.0",
         "optimizer.eps=1e-3",
