@@ -132,7 +132,7 @@ class Departure:
         """
         loop, newest = self._loop, action.newest
         values = loop.values.masters(newest) if action.rebase is None else loop.values.rebased(newest, action.rebase)
-        loop.trainer.adopt(action.turn.owned, values, newest.step)
+        loop.trainer.adopt(action.owned, values, newest.step)
         loop.save(newest, self._connection.disk.store.version(newest.round), self._machine.work, final=True)
         loop.moments.wait_until_taken(newest, until)
         while time.monotonic() < until and self._connection.are_others_behind(newest.round):

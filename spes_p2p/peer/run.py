@@ -27,6 +27,7 @@ from spes_p2p.observe.events import Error, EventBus, Note, Pause, Peer, Round, W
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks, unfailing
+from spes_p2p.ownership.assign import columns_of
 from spes_p2p.peer.checks import raise_failures
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA, check_dataset
@@ -197,7 +198,7 @@ def _train(
             options.dump_rounds, connection.layout, me, config.sync.merge_top_k, lambda tip: outer_steps(rules, tip)
         )
     loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.until_round, pause))
-    restored = _restore(resumed, tip, learning)
+    restored = _restore(resumed, tip, me, learning)
     carried = None
     if resumed is not None and restored is None and config.sync.column_rounds > 1:
         carried = resumed.values_ahead(
@@ -272,13 +273,15 @@ def _ranks(
         yield local.ranks
 
 
-def _restore(resumed: Resumed | None, tip: Commit, learning: TrainingSetup) -> Restored | None:
-    """Puts saved training state back; None where it is not exactly that of the tip."""
+def _restore(resumed: Resumed | None, tip: Commit, me: PeerId, learning: TrainingSetup) -> Restored | None:
+    """Puts saved training state back; None where it is not exactly that of the tip, and of what we own by it."""
     if resumed is None:
         return None
     trainer, loader = learning.trainer, learning.loader
     if not resumed.restore(trainer, loader) or resumed.manifest != tip.certificate.manifest:
         return None  # the moments are kept, the values are those of the newest commit
+    if trainer.owned != columns_of(tip.manifest.ownership, me):
+        return None
     place = Place(loader.ranges, loader.consumed) if isinstance(loader, LeasedLoader) else Place()
     return Restored(place, resumed.uncounted, trainer.round_steps)
 

@@ -198,7 +198,7 @@ class TrainerMachine:
         if self.turn is None or not self._find_place(event.newest, left):
             return actions + self._lose(GIVEN_AWAY) + self._enter(event.newest, None)
         owned = columns_of(event.newest.ownership, self._rules.me)
-        blocks = (0, *(1 + column for column in self.turn.owned if column in owned))
+        blocks = self.turn.blocks_within(owned)
         tiles = self._tiles_of(blocks) & uncounted  # a column that another one owns now is the same for everybody
         self.carries, self.own_steps = bool(tiles), lead
         load = self._load(event.newest, Rebase(tiles, blocks if lead else ()))
@@ -230,9 +230,10 @@ class TrainerMachine:
             lost = self._lose(GIVEN_AWAY)
             self.place = Place(event.newest.leases.of(self._rules.me))
         self.stage = Stage.LEFT
+        owned = columns_of(event.newest.ownership, self._rules.me) or turn.owned
         has_more = self._rules.takes_turns or self.work.tokens > 0
-        rebase = Rebase(event.uncounted) if has_more else None
-        return [*lost, UseLease(self.place), Depart(turn, event.newest, rebase)]
+        rebase = Rebase(self._tiles_of(turn.blocks_within(owned)) & event.uncounted) if has_more else None
+        return [*lost, UseLease(self.place), Depart(owned, event.newest, rebase)]
 
     def _switched(self, event: Switched) -> list[Action]:
         """This peer's work goes over to the history that won, where its data is still this peer's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spes_p2p.config.schema import Config
@@ -64,7 +65,11 @@ class Turn:
     @property
     def blocks(self) -> tuple[int, ...]:
         """Blocks of the state that are trained: the shared one and the owned columns."""
-        return (0, *(1 + column for column in self.owned))
+        return self.blocks_within(self.owned)
+
+    def blocks_within(self, columns: Collection[int]) -> tuple[int, ...]:
+        """Of these, the shared one and what is among `columns`, too."""
+        return (0, *(1 + column for column in self.owned if column in columns))
 
 
 @dataclass(frozen=True)
@@ -258,9 +263,12 @@ class StandAside:
 
 @dataclass(frozen=True)
 class Depart:
-    """No peer counts on this one any more. Save `newest` and what is left of the turn's work for a later restart."""
+    """No peer counts on this one any more. Save `newest` and what is left of the turn's work for a later restart.
 
-    turn: Turn
+    `owned`: what a later life trains from there. The last ones to leave stay named, and may inherit columns by it.
+    """
+
+    owned: tuple[int, ...]
     newest: Manifest
     rebase: Rebase | None
 

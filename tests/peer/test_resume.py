@@ -25,6 +25,7 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
+from spes_p2p.peer.run import _restore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.stages import Uncounted
@@ -98,6 +99,21 @@ def test_in_the_middle_of_a_round_it_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert (resumed.manifest, resumed.uncounted) == (first.commits[1].certificate.manifest, Uncounted(64, 1))
     assert (second.trainer.round_steps, second.trainer.owned) == (3, OWNED)
     assert second.train(4) == first.train(4)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_checkpoint_is_gone_on_from_where_it_trains_what_the_tip_gives(tmp_path: Path, is_ours: bool) -> None:
+    """Else each round would ask for a column that nobody trains here."""
+    first = Life(tmp_path)
+    first.begin()
+    first.train(3)
+    first.save(1)
+    second, tip = Life(tmp_path), first.commits[1]
+    columns = OWNED if is_ours else (*OWNED, len(tip.manifest.ownership) - 1)
+    ownership = tuple((A,) if column in columns else () for column in range(len(tip.manifest.ownership)))
+    tip = replace(tip, manifest=replace(tip.manifest, ownership=ownership))
+    learning = TrainingSetup(second.config, second.trainer, second.loader, second.dataset)
+    assert (_restore(second.load(), tip, A, learning) is not None) == is_ours
 
 
 def test_what_was_restored_is_not_kept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.leases import Leases, count
-from spes_p2p.ids import sha256
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.train.machine import GIVEN_AWAY, TRANSITIONS, TrainerMachine
 from spes_p2p.train.stages import (
@@ -260,6 +260,22 @@ def test_a_leaver_goes_when_nobody_counts_on_it_with_what_was_not_counted(counte
     assert isinstance(depart, Depart)
     assert (depart.rebase is None) == counted
     assert (machine.stage, machine.work.tokens) == (Stage.LEFT, 0 if counted else TOKENS)
+
+
+def test_the_last_to_leave_keep_what_they_own_by_the_manifest_that_is_saved() -> None:
+    """It names them still, and gives them the columns of those who have gone: a later life begins with these."""
+    other, columns = PeerId("b"), range(RUN.layout.num_columns)
+    machine = TrainerMachine(RULES, RUN.layout)
+    machine.handle(Begin(replace(GENESIS, ownership=tuple((A,) if c < 2 else (other,) for c in columns)), True))
+    train(machine, 1)
+    machine.handle(RoundEnded())
+    machine.handle(Leave())
+    newest = replace(GENESIS, round=1, ownership=tuple((A,) if c else (other,) for c in columns))
+    depart = commit(machine, None, newest=newest, is_member=False)[-1]
+    assert isinstance(depart, Depart)
+    assert depart.owned == tuple(columns)[1:]
+    assert depart.rebase is not None
+    assert {RUN.layout.tiles[tile].block for tile in depart.rebase.tiles} == {0, 2}, "what was trained and is ours"
 
 
 def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again() -> None:
