@@ -129,7 +129,7 @@ def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
     )
 
     def summed() -> tuple[Tensor]:
-        total = x_ND.bfloat16()
+        total = x_ND.to(torch.bfloat16, copy=True)
         gradients_kernels.add_rounded(total, x_ND, torch.Generator(device))
         return (total,)
 

@@ -205,7 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="the small shape, on the CPU")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("overrides", nargs="*", help="such as model.activation_checkpointing=selective")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # options stand between overrides in scripts/bench_gpu.py
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from spes_p2p.peer.devices import choose_device
 from spes_p2p.testing.comparison.arms import ARMS, BENCHMARKS, REFERENCE, Benchmark, Setting, check_arms
 from spes_p2p.testing.comparison.outcomes import Job, Outcome, Results
 from spes_p2p.testing.comparison.page import Comparison, in_a_line, page, plot, with_what_is_kept
+from spes_p2p.testing.training_swarm import Point
 
 CORPUS_BYTES = 8 * 2**20
 OVERRIDE = re.compile(r"[a-z_0-9]+\.[a-z_0-9]+=.*", re.DOTALL)
@@ -52,6 +53,12 @@ def say(text: str) -> None:
 @lru_cache
 def say_once(text: str) -> None:
     say(text)
+
+
+def say_point(job: Job, point: Point) -> None:
+    """Of a long training, what is lost should it be broken off."""
+    sent = f"{point.bytes_sent / 1e6:.1f} MB sent"
+    say(f"seed {job.seed}, {job.arm}: {point.held_out_loss:.4f} after {point.step} of {job.steps} steps, {sent}")
 
 
 class Children:
@@ -250,7 +257,7 @@ def run(
     else:
         for job in left:
             begin(job)
-            take(job.run(folder))
+            take(job.run(folder, partial(say_point, job)))
     write(arguments, comparison, results, jobs)
     if arguments.output:
         say(f"the table is in {arguments.output}")

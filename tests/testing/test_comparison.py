@@ -223,7 +223,9 @@ def test_the_comparison_writes_a_table_of_its_arms_and_does_not_run_them_again(
         "4 of 4: seed 1, diloco begins",
     ]
     assert said[0] == f"seed 0, spes: {found['spes']['loss']:.4f} (from {points})"
-    assert re.fullmatch(r"seed 1, spes: \d\.\d{4} \(\d+ s of processor time\)", said[3])
+    curve = re.findall(r"^seed 1, spes: \d\.\d{4} after (\d) of 4 steps, \d+\.\d MB sent$", "\n".join(said), re.M)
+    assert curve == ["0", "4"]
+    assert re.fullmatch(r"seed 1, spes: \d\.\d{4} \(\d+ s of processor time\)", said[3 + len(curve)])
     assert "±" in text
     assert "2 seeds. Optimizer adamw, learning rate 0.002 after 1 steps of warm-up, then cosine" in text
     assert re.search(r"on cpu, trained on .* \(dataset [0-9a-f]{16}\), with the code of (commit|no commit)", text, re.I)

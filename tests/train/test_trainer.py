@@ -274,6 +274,8 @@ def test_a_batch_is_pinned_once_and_copied_from_there() -> None:
     ids=["plain", "thrifty", "compiled"],
 )
 def test_on_cuda_in_bf16_the_loss_falls_and_masters_keep_32_bits(options: tuple[str, ...]) -> None:
+    if "optimizer.name=adamw8bit" in options:
+        pytest.importorskip("bitsandbytes", reason="8-bit moments on a GPU are bitsandbytes'")
     config = small_config("model.d_model=64", "model.expert_ffn=64", "optimizer.lr=0.003", *options)
     trainer = Trainer(config, small_layout(config), torch.device("cuda"))
     trainer.adopt((1, 4), initial(config), 0)

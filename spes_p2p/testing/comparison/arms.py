@@ -70,6 +70,8 @@ ARMS = {
     "diloco-muon-int4": "diloco-muon sync.codec=int4",
     "diloco-often-muon": "diloco-often optimizer.name=muon",
     "diloco-often-muon-int4": "diloco-often-muon sync.codec=int4",
+    "two-owners-muon-int4": "two-owners optimizer.name=muon sync.codec=int4",
+    "two-owners-two-periods-muon-int4": "two-periods-two-owners optimizer.name=muon sync.codec=int4",
     "two-owners-often-muon-int4": "two-owners sync.steps_per_round={often} optimizer.name=muon sync.codec=int4",
     "centralized-muon": "centralized optimizer.name=muon",
     "eight-peers-guests": "eight-peers model.guest_rank=16",

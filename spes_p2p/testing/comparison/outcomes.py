@@ -131,13 +131,13 @@ class Job:
         """The same, unless the code matters."""
         return (outcome.arm, outcome.seed, outcome.key) == (self.arm, self.seed, self.key)
 
-    def run(self, folder: Path) -> Outcome:
-        """`folder` takes what its peers keep, for as long as they train."""
+    def run(self, folder: Path, report: Callable[[Point], None] = lambda point: None) -> Outcome:
+        """`folder` takes what its peers keep, for as long as they train. `report` hears of each point of the curve."""
         started, code = time.process_time(), self.code
         every = max(1, self.steps // POINTS)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             data = open_dataset(self.config)
-            found = train(self.config, Path(own), data, Measure(self.steps, every), self.device)
+            found = train(self.config, Path(own), data, Measure(self.steps, every, report), self.device)
         last, seconds = found.points[-1], round(time.process_time() - started, 1)
         return Outcome(
             self.arm, self.seed, last.held_out_loss, last.bytes_sent, found.held.training, found.held.model,
