@@ -85,7 +85,20 @@ def nearest_experts(layout: Layout, source: BlockSource, top_k: int) -> Neighbou
     each column at a time. With one expert, or top_k 0, nobody has a neighbour and there is nothing to merge.
     """
     count = min(top_k, layout.num_columns - 1)
-    return tuple(_ranked(_cosines(layout, source, span), count) for span in layer_spans(layout))
+    return tuple(_ranked(cosines(layout, source, span), count) for span in layer_spans(layout))
+
+
+def cosines(layout: Layout, source: BlockSource, span: LayerSpan) -> NDArray[np.float64]:
+    """[E, E], of the flattened gate projections of one layer; 0 for an expert of zeros."""
+    columns = [source.block(1 + expert) for expert in range(layout.num_columns)]
+    products = np.zeros((len(columns), len(columns)))
+    for part in _chunks(span.gate_start, span.gate_stop):
+        gates_EV = np.stack([column[part] for column in columns]).astype(np.float64)
+        products += gates_EV @ gates_EV.T
+    norms = np.sqrt(np.diagonal(products))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: NDArray[np.float64] = products / np.outer(norms, norms)
+    return np.nan_to_num(found, nan=0.0)
 
 
 def merge_columns(
@@ -186,21 +199,9 @@ def _chunks(start: int, stop: int) -> Iterator[slice]:
     return (slice(at, min(at + _CHUNK, stop)) for at in range(start, stop, _CHUNK))
 
 
-def _cosines(layout: Layout, source: BlockSource, span: LayerSpan) -> NDArray[np.float64]:
-    columns = [source.block(1 + expert) for expert in range(layout.num_columns)]
-    products = np.zeros((len(columns), len(columns)))
-    for part in _chunks(span.gate_start, span.gate_stop):
-        gates_EV = np.stack([column[part] for column in columns]).astype(np.float64)
-        products += gates_EV @ gates_EV.T
-    norms = np.sqrt(np.diagonal(products))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines: NDArray[np.float64] = products / np.outer(norms, norms)
-    return np.nan_to_num(cosines, nan=0.0)  # an expert of zeros is like nobody
-
-
-def _ranked(cosines: NDArray[np.float64], count: int) -> tuple[tuple[int, ...], ...]:
-    np.fill_diagonal(cosines, -np.inf)
-    order = np.argsort(-cosines, axis=1, kind="stable")
+def _ranked(cosines_EE: NDArray[np.float64], count: int) -> tuple[tuple[int, ...], ...]:
+    np.fill_diagonal(cosines_EE, -np.inf)
+    order = np.argsort(-cosines_EE, axis=1, kind="stable")
     return tuple(tuple(row) for row in order[:, :count].tolist())
 
 
