@@ -3,9 +3,10 @@
     python scripts/study_merge.py --arms spes merge merge-released shrink --seeds 0 1 2 --steps 400
     python scripts/study_merge.py --arms merge --seeds 0 1 2 --steps 400 sync.merge_alpha=0.5
 
-Trains arms of scripts/compare.py and looks at each point of their curves, in the committed model, at the cosine between
-the gate projections of two experts of a layer (by which the merge finds neighbours): the mean over all pairs and layers,
-and over each expert's nearest one. Everything else is as in a comparison: same data, same order, same seeds.
+Trains arms of scripts/compare.py and looks at each point of their curves, in the committed model, at the cosine
+between the gate projections of two experts of a layer (by which the merge finds neighbours): the mean over all pairs
+and layers, and over each expert's nearest one. Everything else is as in a comparison: same data, same order, same
+seeds.
 """
 
 from __future__ import annotations
