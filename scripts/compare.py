@@ -124,7 +124,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("other", nargs="*", metavar="KEY=VALUE", help="changes to the config, such as model.d_model=64")
     parser.add_argument("--benchmark", choices=BENCHMARKS, help="a config, steps, peers and H by name")
-    parser.add_argument("--arms", nargs="+", metavar="NAME", default=list(ARMS), help=", ".join(ARMS))
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help=f"(default: all that fit) {', '.join(ARMS)}")
     parser.add_argument(
         "--against", metavar="ARM", help=f"the reference (default: {REFERENCE}, or the first of --arms)"
     )
@@ -149,7 +149,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if getattr(arguments, field) is None:
             setattr(arguments, field, getattr(named, field))
     arguments.named, arguments.config = named.overrides, Path(arguments.config)
-    arguments.arms, arguments.seeds = list(dict.fromkeys(arguments.arms)), list(dict.fromkeys(arguments.seeds))
+    arguments.all_arms = arguments.arms is None
+    arguments.arms, arguments.seeds = list(dict.fromkeys(arguments.arms or ARMS)), list(dict.fromkeys(arguments.seeds))
     arguments.against = arguments.against or (REFERENCE if REFERENCE in arguments.arms else arguments.arms[0])
     if isinstance(arguments.device, str):
         arguments.device = choose_device(arguments.device)
@@ -172,6 +173,16 @@ def check(arguments: argparse.Namespace, setting: Setting) -> None:
             )
         if path and path.is_dir():
             raise ConfigError(f"{option} {path} is a folder", fix="give a file")
+
+
+def fits(setting: Setting, arm: str, data: Path) -> bool:
+    """Whether a model of this shape can have what an arm changes; says why not."""
+    try:
+        setting.config_of(arm, 0, data)
+    except ConfigError as error:
+        say(f"{arm} is left out: {error}")
+        return False
+    return True
 
 
 def command(arguments: argparse.Namespace) -> str:
@@ -215,6 +226,8 @@ def main(words: Sequence[str] | None = None) -> None:
     results = Results(arguments.json)
     with working_folder() as folder:
         data = arguments.data or make_data(folder)
+        if arguments.all_arms:
+            arguments.arms = [arm for arm in arguments.arms if fits(setting, arm, data) or arm == arguments.against]
         jobs = [
             Job(arm, seed, setting.config_of(arm, seed, data), arguments.steps, arguments.device)
             for seed in arguments.seeds
@@ -229,6 +242,7 @@ def main(words: Sequence[str] | None = None) -> None:
             run(arguments, comparison, results, jobs, folder)
         except SystemExit:  # a signal
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a step that was broken off is no news
+            sys.unraisablehook = lambda broken: None  # nor a start
             done = sum(results.of(job) is not None for job in jobs)
             kept = (
                 f"in {arguments.json}, the same command goes on from there" if arguments.json else "lost without --json"

@@ -101,11 +101,14 @@ def _show_tuning(tuning: Tuning) -> None:
     from rich.console import Console
 
     console = Console(width=WIDTH, highlight=False)
-    table = _table("what suits these links and GPUs", "setting", "waiting", "what")
-    table.add_row("as configured", f"{tuning.before:.1%}", "share of the time that training waits for syncs")
+    table = _table("what suits these links and GPUs", "setting", "waiting", "loss", "what")
+    table.add_row("as configured", f"{tuning.before:.1%}", "", "share of the time that training waits for syncs")
     for step in tuning.steps:
-        table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", step.reason)
+        effect = "?" if step.effect is None else str(step.effect)
+        table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", effect, step.reason)
     console.print(table)
+    if tuning.steps:
+        console.print("loss: what the setting did in comparisons of small models (docs/results.md); ?: not measured")
     if not tuning.steps:
         why = "training hardly waits for syncs" if tuning.is_enough else "no setting makes the waiting shorter"
         console.print(f"nothing to change: {why}\n")

@@ -1,8 +1,8 @@
 """Which settings of a run suit the links and the memory of its peers, and why: `spes-p2p plan --tune`.
 
-What costs the model least comes first, by docs/results.md and the studies named there, and each step is taken only
-while peers still wait too long: a codec that rounds, training on while a round is synced, columns in every few rounds
-with guests in between, longer rounds, fewer bits. Numbers are those of `sync_costs`; nothing is tried out.
+What costs the model least comes first, by what was measured (planning/measured.py), and each step is taken only while
+peers still wait too long: fewer bits, training on while a round is synced, columns in every few rounds with guests in
+between, longer rounds, only the largest changes. Waiting is by `sync_costs`; nothing is tried out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spes_p2p.config.load import changed
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.planning.measured import Effect, effects
 from spes_p2p.planning.memory import Workload
 from spes_p2p.planning.report import Question, usable
 from spes_p2p.planning.search import search
@@ -39,6 +40,8 @@ class Step:
 
     overrides: tuple[str, ...]
     reason: str
+    effect: Effect | None
+    """On the loss; None where nobody has measured it."""
     waiting: float
 
 
@@ -62,7 +65,13 @@ class Tuning:
 
     def to_json(self) -> dict[str, Any]:
         """Shares between 0 and 1."""
-        steps = [{"overrides": step.overrides, "reason": step.reason, "share": step.waiting} for step in self.steps]
+        steps = [
+            {
+                "overrides": step.overrides, "reason": step.reason, "share": step.waiting,
+                "loss": step.effect and asdict(step.effect),
+            }
+            for step in self.steps
+        ]  # fmt: skip
         return {"share_before": self.before, "share": self.after, "overrides": self.overrides, "steps": steps}
 
     @property
@@ -70,8 +79,17 @@ class Tuning:
         return self.after <= MOST_WAITING
 
 
-Choice = tuple[tuple[str, ...], str]
-"""Overrides, and the reason."""
+@dataclass(frozen=True)
+class Choice:
+    """`measured`: what planning/measured.py calls it."""
+
+    overrides: tuple[str, ...]
+    reason: str
+    measured: str
+
+    def step(self, waiting: float) -> Step:
+        """Taken, with what is known of its effect."""
+        return Step(self.overrides, self.reason, effects().get(self.measured), waiting)
 
 
 def waiting(question: Question) -> float | None:
@@ -90,12 +108,12 @@ def tune(question: Question, fixed: Collection[str] = (), owners: bool = True) -
         return None
     config, steps = question.config, list[Step]()
     if owners and (choice := _owners(question, fixed)):
-        config = changed(config, choice[0])
-        steps.append(Step(*choice, _share(question, config)))
-    for rung in (_int8, _overlap, _columns_seldom, _longer, _fewer_bits):
-        choices = [choice for choice in rung(config) if not keys_of(choice[0]) & set(fixed)]
+        config = changed(config, choice.overrides)
+        steps.append(choice.step(_share(question, config)))
+    for saving in SAVINGS:
+        choices = [choice for choice in saving(config) if not keys_of(choice.overrides) & set(fixed)]
         if choices and _share(question, config) > MOST_WAITING:
-            tried = [Step(*choice, _share(question, changed(config, choice[0]))) for choice in choices]
+            tried = [choice.step(_share(question, changed(config, choice.overrides))) for choice in choices]
             steps.append(next((step for step in tried if step.waiting <= MOST_WAITING), tried[-1]))
             config = changed(config, steps[-1].overrides)
     return Tuning(before, tuple(steps), config)
@@ -128,19 +146,22 @@ def _owners(question: Question, fixed: Collection[str]) -> Choice | None:
     reason = "each column has two owners: it goes on where one leaves" if replicas > 1 else "what fits into memory"
     columns = (f"swarm.experts_per_peer={wanted}",) if wanted != has else ()
     no_guests = ("model.guest_rank=0",) if config.model.guest_rank and wanted == experts else ()
-    return (*columns, f"swarm.target_replicas={replicas}", *no_guests), reason
+    overrides = (*columns, f"swarm.target_replicas={replicas}", *no_guests)
+    return Choice(overrides, reason, f"owners-{OWNERS}" if replicas == OWNERS else "")
 
 
-def _int8(config: Config) -> list[Choice]:
-    if config.sync.codec not in ("fp32", "bf16"):
-        return []
-    return [
-        (("sync.codec=int8", "sync.expert_codec=int8"), "a quarter of the bytes; what rounding loses goes out later")
-    ]
+def _fewer_bits(config: Config) -> list[Choice]:
+    """What rounding loses goes out later."""
+    bits = {"int8": "a quarter of the bytes", "int4": "an eighth of the bytes"}
+    left = {"fp32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}.get(config.sync.codec, ())
+    left = tuple(codec for codec in left if codec == "int8" or not _is_audited(config))
+    return [Choice((f"sync.codec={codec}", f"sync.expert_codec={codec}"), bits[codec], codec) for codec in left]
 
 
 def _overlap(config: Config) -> list[Choice]:
-    return [] if config.sync.overlap else [(("sync.overlap=true",), "peers train on while a round is synced")]
+    if config.sync.overlap:
+        return []
+    return [Choice(("sync.overlap=true",), "peers train on while a round is synced", "overlap")]
 
 
 def _columns_seldom(config: Config) -> list[Choice]:
@@ -148,11 +169,17 @@ def _columns_seldom(config: Config) -> list[Choice]:
     if config.sync.fragments > 1:
         return []
     guests = () if config.swarm.experts_per_peer >= config.model.num_experts else guest_overrides(config, GUEST_RANK)
-    if config.model.guest_rank:
+    if config.model.guest_rank or _is_audited(config):
         guests = ()
     rest = ", guests train them in between" if guests or config.model.guest_rank else ""
     more = [rounds for rounds in COLUMN_ROUNDS if rounds > config.sync.expert_rounds]
-    return [((f"sync.expert_rounds={n}", *guests), f"a column goes out in one of {n} rounds{rest}") for n in more]
+    measured = "columns-{}-guests" if rest else "columns-{}"
+    return [
+        Choice(
+            (f"sync.expert_rounds={n}", *guests), f"a column goes out in one of {n} rounds{rest}", measured.format(n)
+        )
+        for n in more
+    ]
 
 
 def _longer(config: Config) -> list[Choice]:
@@ -162,18 +189,26 @@ def _longer(config: Config) -> list[Choice]:
     found = list[Choice]()
     for count in (times * steps for times in (2, 4, 8) if times * steps <= MOST_STEPS):
         rounds = json.dumps([*early, (0, count)]) if early else str(count)
-        found.append(((f"sync.steps_per_round={rounds}",), f"a sync every {count} steps"))
+        found.append(
+            Choice((f"sync.steps_per_round={rounds}",), f"a sync every {count} steps", f"longer-{count // steps}")
+        )
     return found
 
 
-def _fewer_bits(config: Config) -> list[Choice]:
-    found = list[Choice]()
-    if config.sync.codec in ("fp32", "bf16", "int8"):
-        found.append((("sync.codec=int4", "sync.expert_codec=int4"), "an eighth of the bytes"))
-    if not config.sync.codec.startswith("topk"):
-        sparse = ("sync.codec=topk", "sync.expert_codec=topk", "sync.dense_rounds=16")
-        found.append((sparse, "only the largest changes, the rest later: watch the loss"))
-    return found
+def _sparse(config: Config) -> list[Choice]:
+    if config.sync.codec.startswith("topk") or _is_audited(config):
+        return []
+    sparse = ("sync.codec=topk", "sync.expert_codec=topk", "sync.dense_rounds=16")
+    return [Choice(sparse, "only the largest changes, the rest later: watch the loss", "topk")]
+
+
+SAVINGS = _fewer_bits, _overlap, _columns_seldom, _longer, _sparse
+"""By the loss that each costs for what it saves."""
+
+
+def _is_audited(config: Config) -> bool:
+    """Work is audited in no run with guests or a codec coarser than int8 (docs/security.md)."""
+    return config.swarm.faults == "byzantine"
 
 
 def guest_overrides(config: Config, rank: int) -> tuple[str, ...]:

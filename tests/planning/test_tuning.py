@@ -47,6 +47,15 @@ def test_the_first_rounds_stay_short_and_columns_have_two_owners() -> None:
     assert (found.config.model.guest_rank, found.config.sync.codec, found.config.sync.overlap) == (16, "int8", True)
 
 
+def test_a_run_of_strangers_keeps_what_audits_need() -> None:
+    asked = question("small", "H100", link=Link(MBIT, MBIT))
+    config = changed(asked.config, ("swarm.faults=byzantine", "sync.aggregate=clip"))
+    found = tune(replace(asked, config=config))
+    assert found is not None
+    assert not found.is_enough
+    assert (found.config.sync.codec, found.config.model.guest_rank) == ("int8", 0)
+
+
 def test_what_is_fixed_stays() -> None:
     found = tune(question("small"), {"sync.codec", "swarm.experts_per_peer"})
     assert found is not None

@@ -256,6 +256,15 @@ def test_overrides_may_stand_anywhere_and_what_cannot_be_written_is_said_at_once
         compare(*files, "--json", tmp_path / "old.json")
 
 
+def test_arms_that_a_model_is_too_narrow_for_are_left_out_with_a_word(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits = runpy.run_path(str(ROOT / "scripts" / "compare.py"))["fits"]
+    narrow = Setting(Path("tiny"), 4, 2, 4, given=("model.d_model=32", "model.num_heads=2"))
+    assert [fits(narrow, arm, data) for arm in ("spes", "guests-16", "guests-32")] == [True, True, False]
+    assert "guests-32 is left out: model.guest_rank is 32, but" in capsys.readouterr().out
+
+
 def test_the_page_is_written_here_unless_told_otherwise() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "compare.py"))
     assert script["parse"]([]).output == "compare.md"
