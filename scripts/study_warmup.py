@@ -1,6 +1,6 @@
 """Whether a run is better for it when all peers train and average everything at first.
 
-    python scripts/study_warmup.py --first spes diloco --first-steps 100 --steps 300 --seeds 0 1 2
+    python scripts/study_warmup.py --first spes diloco --seeds 0 1 2 --first-steps 100 --steps 300
 
 Trains an arm of scripts/compare.py (--then) from where each of the arms --first has come to after its steps. The
 learning rate rises in the first steps, stays, and falls over the last fifth of all. Between the two parts moments are

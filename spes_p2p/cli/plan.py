@@ -108,7 +108,7 @@ def _show_tuning(tuning: Tuning) -> None:
         table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", effect, step.reason)
     console.print(table)
     if tuning.steps:
-        console.print("loss: what the setting did in comparisons of small models (docs/results.md); ?: not measured")
+        console.print("loss: what it did in comparisons of small models (docs/results.md), ? where nobody knows\n")
     if not tuning.steps:
         why = "training hardly waits for syncs" if tuning.is_enough else "no setting makes the waiting shorter"
         console.print(f"nothing to change: {why}\n")

@@ -43,6 +43,11 @@ class SyncConfig(Section):
         "and the others keep the last committed ones. Shared parameters are averaged in every round.",
         1,
     )
+    vocabulary_rounds: Positive = agreed(
+        "Embedding and head are averaged a part at a time, each value once in this many rounds; in between, each peer "
+        "goes on from its own values. Other shared parameters are averaged in every round.",
+        1,
+    )
     overlap: bool = agreed(
         "Keep training while a round is synced; what was trained since its snapshot is added to the result. At "
         "most one round is in flight.",
@@ -111,6 +116,12 @@ class SyncConfig(Section):
         if isinstance(self.steps_per_round, tuple):
             _check_schedule(self.steps_per_round)
         _check_fragments(self.steps_per_round, self.fragments)
+        if self.outer != "none" and self.vocabulary_rounds > 1:
+            raise ConfigError(
+                f"sync.outer is {self.outer}, whose steps are alike for all shared parameters, but "
+                f"sync.vocabulary_rounds is {self.vocabulary_rounds}",
+                fix="set sync.vocabulary_rounds=1, or sync.outer=none",
+            )
         return self
 
     @property

@@ -8,8 +8,9 @@ plan is checked for everybody of its roster in all that is theirs, and all block
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
-from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.fragments import Ranges, due_columns
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import (
@@ -121,22 +122,33 @@ def check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributio
     if slices and not rules.exchange:
         raise RemoteProtocolError(f"{where}: a run without exchange must not have slices")
     covered = [0] * len(rules.block_tiles)
-    starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
-    due = list(rules.block_tiles)
-    starts[0], due[0] = due_tiles(rules.block_tiles[0], parent.round + 1, rules.fragments)
+    starts = accumulate(rules.block_tiles, initial=0)
+    due: list[Ranges] = [((start, tiles),) for start, tiles in zip(starts, rules.block_tiles)]
+    due[0] = rules.due_shared(parent.round + 1)
     for piece in slices:
         if not 0 <= piece.block < len(covered) or not 0 < piece.tiles <= rules.slice_tiles:
             raise RemoteProtocolError(f"{where}: slice of block {piece.block} is malformed")
         allowed = peers if piece.block == 0 else peers & set(parent.ownership[piece.block - 1])
-        if piece.first_tile != starts[piece.block] + covered[piece.block] or not set(piece.contributors) <= allowed:
+        first, left = _next_tiles(due[piece.block], covered[piece.block])
+        if piece.first_tile != first or piece.tiles > left or not set(piece.contributors) <= allowed:
             raise RemoteProtocolError(f"{where}: slice {piece.key} does not fit the plan")
         if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
             raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
         if piece.reducer not in members:  # it need not contribute: it may help those who cannot be dialled
             raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a peer that is not a member")
         covered[piece.block] += piece.tiles
-    if any(have not in (0, tiles) for have, tiles in zip(covered, due, strict=True)):
+    wanted = [sum(number for _, number in ranges) for ranges in due]
+    if any(have not in (0, tiles) for have, tiles in zip(covered, wanted, strict=True)):
         raise RemoteProtocolError(f"{where}: a block is covered in part")
+
+
+def _next_tiles(ranges: Ranges, covered: int) -> tuple[int, int]:
+    """The first tile after `covered` ones of these, and how many lie together from there on; 0 at their end."""
+    for first, number in ranges:
+        if covered < number:
+            return first + covered, number - covered
+        covered -= number
+    return 0, 0
 
 
 def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
@@ -176,5 +188,5 @@ def due_blocks(rules: RunRules, parent: Manifest, roster: Collection[PeerId]) ->
     columns = {column for column, last in enumerate(parent.column_rounds) if round - last >= rules.expert_rounds}
     columns |= due_columns(parent.ownership, round, rules.expert_rounds)
     owned = {1 + column for column in columns if set(parent.ownership[column]) & counting}
-    shared = {0} if due_tiles(rules.block_tiles[0], round, rules.fragments)[1] else set()
+    shared = {0} if rules.due_shared(round) else set()
     return frozenset(block for block in owned | shared if rules.block_tiles[block])

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spes_p2p.ownership.assign import Ownership
+
+Ranges = tuple[tuple[int, int], ...]
+"""(first, number) of tiles that lie together, in their order; none is empty."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The first `tiles` of the shared block, which hold nothing but embedding and head, are averaged in one of `rounds`
+    turns of the other shared tiles."""
+
+    tiles: int = 0
+    rounds: int = 1
+
+
+AS_OFTEN = Vocabulary()
+"""As the rest."""
 
 
 def due_columns(ownership: Ownership, round: int, expert_rounds: int) -> frozenset[int]:
@@ -15,11 +33,18 @@ def due_columns(ownership: Ownership, round: int, expert_rounds: int) -> frozens
     return frozenset(column for place, column in enumerate(in_turn) if (place - round) % expert_rounds == 0)
 
 
-def due_tiles(tiles: int, round: int, fragments: int) -> tuple[int, int]:
-    """(first, number) of the shared tiles whose turn it is: one of `fragments` consecutive parts, nearly equal.
+def due_tiles(tiles: int, round: int, fragments: int, vocabulary: Vocabulary = AS_OFTEN) -> Ranges:
+    """The shared tiles whose turn it is: one of `fragments` consecutive parts, nearly equal, and likewise one of
+    `fragments` times `vocabulary.rounds` parts of the vocabulary.
 
     In between each peer goes on from its own values of the others. After Streaming DiLoCo (arXiv 2501.18512).
     """
-    part = round % fragments
-    first = tiles * part // fragments
-    return first, tiles * (part + 1) // fragments - first
+    seldom = min(tiles, vocabulary.tiles) if vocabulary.rounds > 1 else 0
+    found = _part(0, seldom, round, fragments * vocabulary.rounds), _part(seldom, tiles - seldom, round, fragments)
+    return tuple((first, number) for first, number in found if number)
+
+
+def _part(first: int, tiles: int, round: int, parts: int) -> tuple[int, int]:
+    part = round % parts
+    start = tiles * part // parts
+    return first + start, tiles * (part + 1) // parts - start

@@ -93,7 +93,7 @@ def _affordable(rules: RunRules, manifest: Manifest, auditors: int) -> float:
     of_each = min(1.0, MOST_POSITIONS / rules.sequence_tokens)
     by_training = sequences / (auditors * COST_OF_TRAINING * SEQUENCES * of_each)
     of_each_auditor = TILES_SHARE * (1 + 2 * TEXT_SHARE)
-    by_bytes = 2 * len(manifest.roster) / (auditors * of_each_auditor * rules.fragments)
+    by_bytes = 2 * len(manifest.roster) / (auditors * of_each_auditor) * rules.shared_share
     return rules.audited_work * min(by_training, by_bytes)
 
 

@@ -9,7 +9,7 @@ from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.fairness import LEADERS_LEAST_ROUND, Fairness
-from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.members import Members
@@ -204,8 +204,7 @@ class RoundPlan(Part):
         known = {peer: intents[peer].uplink_bytes_per_second for peer in (*peers, *helpers) if peer in intents}
         uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self._rules.block_tiles if self._rules.exchange else (0,) * len(self._rules.block_tiles)
-        shared = due_tiles(tiles[0], self._state.tip.round + 1, self._rules.fragments)
-        turn = Turn(self._due_columns(now), shared)
+        turn = Turn(self._due_columns(now), self._rules.due_shared(self._state.tip.round + 1))
         reach = Reach(private, helpers, servers, self._rules.has_guests)
         waiting = weightless(self._state.tip.members)
         counting = [peer for peer in peers if peer not in waiting]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spes_p2p.consensus.electorate import Faults, SealRule
+from spes_p2p.consensus.fragments import AS_OFTEN, Ranges, Vocabulary, due_tiles
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import (
     WIRE_VERSION,
@@ -76,6 +77,8 @@ class RunRules:
     """Each column is handed out in every so many rounds."""
     fragments: int = 1
     """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
+    vocabulary: Vocabulary = AS_OFTEN
+    """Those that are averaged more seldom than that."""
     outer: tuple[float, float, int] | None = None
     """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, if there is one."""
     clips: bool = False
@@ -119,6 +122,22 @@ class RunRules:
     ) -> tuple[Member, ...]:
         """Members of the child of `parent` as far as they are on probation, which nobody is without audits."""
         return with_standing(parent, ledger, members, roster, audited) if self.audited_work else members
+
+    def due_shared(self, round: int) -> Ranges:
+        """The shared tiles that are averaged in a round."""
+        return due_tiles(self.block_tiles[0] if self.exchange else 0, round, self.fragments, self.vocabulary)
+
+    @property
+    def shared_share(self) -> float:
+        """Of the shared tiles, how many are averaged in a round, on average."""
+        left_out = self.vocabulary.tiles * (1 - 1 / self.vocabulary.rounds) / max(1, self.block_tiles[0])
+        return (1 - left_out) / self.fragments
+
+    def rounds_between(self, piece: Slice) -> int:
+        """From one round that brings the tiles of a slice to the next."""
+        if piece.block:
+            return self.expert_rounds
+        return self.fragments * (self.vocabulary.rounds if piece.first_tile < self.vocabulary.tiles else 1)
 
     @property
     def num_columns(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from spes_p2p.consensus.fragments import Ranges
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.weights import FEWEST
 from spes_p2p.ids import Hash, PeerId, sha256
@@ -18,10 +19,10 @@ from spes_p2p.ownership.assign import Ownership
 
 @dataclass(frozen=True)
 class Turn:
-    """What of the state a round brings: columns, and (first, number) of the shared tiles; None for all."""
+    """What of the state a round brings: columns, and shared tiles; None for all."""
 
     columns: Collection[int] | None = None
-    shared: tuple[int, int] | None = None
+    shared: Ranges | None = None
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,12 @@ def plan_slices(
                 reducers = reducers or tuple(reach.helpers)
             reducers = reducers or contributors
             dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
-            offset, number = (0, tiles) if block or turn.shared is None else turn.shared
-            for start, count in _cut(number, slice_tiles, len(reducers)):
-                slices.append(Slice(block, first_tile + offset + start, count, next(dealer), contributors))
+            due = ((0, tiles),) if block or turn.shared is None else turn.shared
+            slices += [
+                Slice(block, first_tile + offset + start, count, next(dealer), contributors)
+                for offset, number in due
+                for start, count in _cut(number, slice_tiles, len(reducers))
+            ]
         first_tile += tiles
     return tuple(slices)
 

@@ -32,6 +32,7 @@ _MODEL = (
     _Row("model.embed_tokens.weight", "embedding", "VD"),
     _Row("model.norm.weight", "norm.weight", "D"),
 )
+_VOCABULARY = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = (
     _Row("input_layernorm.weight", "attention_norm.weight", "D"),
     _Row("self_attn.q_proj.weight", "attention.query.weight", "QD"),
@@ -89,6 +90,16 @@ def state_layout(config: Config) -> Layout:
         tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum, rank, guest_codec=sync.guest_codec
     )
     return layout.dense_until(sync.dense_rounds)
+
+
+def vocabulary_tiles(layout: Layout) -> int:
+    """How many tiles at the beginning of the shared block hold embedding and head and nothing else."""
+    values = 0
+    for placed in layout.blocks[0].tensors:
+        if placed.tensor.name not in _VOCABULARY:
+            break
+        values = placed.offset + placed.tensor.size
+    return values // layout.tile_values
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -23,6 +23,7 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import RebasedState
+from spes_p2p.sync.node import vocabulary_of
 from spes_p2p.sync.surroundings import Disk
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
@@ -166,10 +167,11 @@ class Resumed:
             and tip.column_rounds[column] <= self.round
             and (then[column] == (me,)) == (tip.ownership[column] == (me,))  # what rounding left is where it was
         ]
-        shared = set(layout.tile_ids_of(0) if sync.fragments > 1 else ())
+        vocabulary = vocabulary_of(layout, sync)
+        shared = set(layout.tile_ids_of(0) if max(sync.fragments, vocabulary.rounds) > 1 else ())
         for round in range(self.round + 1, tip.round + 1):
-            first, number = due_tiles(len(layout.tile_ids_of(0)), round, sync.fragments)
-            shared.difference_update(range(first, first + number))
+            for first, number in due_tiles(len(layout.tile_ids_of(0)), round, sync.fragments, vocabulary):
+                shared.difference_update(range(first, first + number))
         blocks = [*([0] if shared else []), *(1 + column for column in columns)]
         disk.inputs.take(self.manifest, blocks, trainer.contribution)
         tiles = itertools.chain(shared, *(layout.tile_ids_of(1 + column) for column in columns))

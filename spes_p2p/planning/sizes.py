@@ -54,9 +54,14 @@ class Sizes:
         )
 
     @property
+    def vocabulary(self) -> int:
+        """Embedding and head."""
+        return 2 * self.embedding
+
+    @property
     def shared(self) -> int:
         """Everything that is no expert."""
-        return 2 * self.embedding + self.attention + self.router + self.norms
+        return self.vocabulary + self.attention + self.router + self.norms
 
     @property
     def experts(self) -> int:

@@ -100,15 +100,19 @@ class Spread:
         return cls(peers, owned, max(1.0, owners / num_experts), min(num_experts, owners))
 
 
-def round_traffic(sizes: Sizes, spread: Spread, column_rounds: int = 1, fragments: int = 1) -> Traffic:
-    """The formula above, on average: columns travel in every `column_rounds`-th round, of the shared a fragment.
+def round_traffic(
+    sizes: Sizes, spread: Spread, column_rounds: int = 1, fragments: int = 1, vocabulary_rounds: int = 1
+) -> Traffic:
+    """The formula above, on average: columns travel in every `column_rounds`-th round, of the shared a fragment, and of
+    embedding and head `vocabulary_rounds` times less.
 
     For one peer alone, nothing moves.
     """
     others, replicas, owned = spread.peers - 1, spread.replicas, spread.owned
     if not others:
         return Traffic(OneWay(), OneWay())
-    share, column = 2 * others / spread.peers * sizes.shared / fragments, sizes.column / column_rounds
+    shared = sizes.shared - sizes.vocabulary * (1 - 1 / vocabulary_rounds)
+    share, column = 2 * others / spread.peers * shared / fragments, sizes.column / column_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
     coordinates = sizes.coordinates / column_rounds
@@ -126,7 +130,8 @@ def sync_costs(
     """
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
-    traffic = round_traffic(sizes, spread, config.sync.column_rounds, config.sync.fragments)
+    sync = config.sync
+    traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments, sync.vocabulary_rounds)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     hidden = 0.0 if training is None else training * _overlapped(config)
     configured = config.sync.codec, config.sync.expert_codec

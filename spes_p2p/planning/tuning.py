@@ -1,8 +1,9 @@
 """Which settings of a run suit the links and the memory of its peers, and why: `spes-p2p plan --tune`.
 
 What costs the model least comes first, by what was measured (planning/measured.py), and each step is taken only while
-peers still wait too long: fewer bits, training on while a round is synced, columns in every few rounds with guests in
-between, longer rounds, only the largest changes. Waiting is by `sync_costs`; nothing is tried out.
+peers still wait too long: fewer bits, training on while a round is synced, embedding and head in every few rounds,
+columns likewise with guests in between, longer rounds, only the largest changes. Waiting is by `sync_costs`; nothing is
+tried out.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from spes_p2p.planning.measured import Effect, effects
 from spes_p2p.planning.memory import Workload
 from spes_p2p.planning.report import Question, usable
 from spes_p2p.planning.search import search
+from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import round_tokens, sync_costs
 
 MOST_WAITING = 0.1
 """Share of the time that training may wait for syncs."""
 GUEST_RANK = 16
 COLUMN_ROUNDS = (2, 5, 10)
+VOCABULARY_ROUNDS = 5
+MUCH_VOCABULARY = 1 / 4
+"""Of the shared parameters: from there on it is worth a setting of its own."""
 MOST_STEPS = 500
 """Inner steps between two syncs: DiLoCo (arXiv 2311.08105) goes that far."""
 TOY_SECONDS = 0.1
@@ -164,6 +169,16 @@ def _overlap(config: Config) -> list[Choice]:
     return [Choice(("sync.overlap=true",), "peers train on while a round is synced", "overlap")]
 
 
+def _vocabulary_seldom(config: Config) -> list[Choice]:
+    sizes, sync = Sizes.of(config.model), config.sync
+    if sizes.vocabulary < MUCH_VOCABULARY * sizes.shared or sizes.vocabulary < sync.tile_values:
+        return []
+    if sync.vocabulary_rounds > 1 or sync.outer != "none" or config.model.own_layout or _is_audited(config):
+        return []
+    overrides, measured = (f"sync.vocabulary_rounds={VOCABULARY_ROUNDS}",), f"vocabulary-{VOCABULARY_ROUNDS}"
+    return [Choice(overrides, f"embedding and head are averaged once in {VOCABULARY_ROUNDS} rounds", measured)]
+
+
 def _columns_seldom(config: Config) -> list[Choice]:
     """With guests, where some columns are others'."""
     if config.sync.fragments > 1:
@@ -202,12 +217,13 @@ def _sparse(config: Config) -> list[Choice]:
     return [Choice(sparse, "only the largest changes, the rest later: watch the loss", "topk")]
 
 
-SAVINGS = _fewer_bits, _overlap, _columns_seldom, _longer, _sparse
+SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _columns_seldom, _longer, _sparse
 """By the loss that each costs for what it saves."""
 
 
 def _is_audited(config: Config) -> bool:
-    """Work is audited in no run with guests or a codec coarser than int8 (docs/security.md)."""
+    """Work is audited in no run with guests or a codec coarser than int8 (docs/security.md), and nobody has tried how
+    well where vocabulary takes turns."""
     return config.swarm.faults == "byzantine"
 
 

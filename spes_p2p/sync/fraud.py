@@ -116,7 +116,7 @@ def made_again(
     piece = charge.piece
     tiles = layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
     roster = {entry.peer: entry for entry in weighed(charge.plan.roster, rules.clips, charge.parent.members)}
-    refused = unfit(rules, layout, piece.block, roster, found, before)
+    refused = unfit(rules, layout, piece, roster, found, before)
     fit = tuple(peer for peer in piece.contributors if peer not in refused)
     if not fit:
         return (), ()

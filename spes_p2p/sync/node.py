@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.config.schema import Config, SyncConfig, steps_per_round_at
 from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.fragments import AS_OFTEN, Vocabulary
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
@@ -131,6 +133,17 @@ def check_sizes(config: Config, layout: Layout) -> None:
             f"{MAX_HEADER_BYTES // len(NO_HASH):,} fit beside the values of a slice, by which reducers are audited",
             fix="raise sync.tile_values, or set sync.aggregate to mean",
         )
+    if sync.vocabulary_rounds > 1 and not vocabulary_of(layout, sync).tiles:
+        raise ConfigError(
+            f"sync.vocabulary_rounds is {sync.vocabulary_rounds}, but no tile of {sync.tile_values:,} values "
+            "(sync.tile_values) holds embedding and head alone",
+            fix="set sync.vocabulary_rounds=1 (as with a custom model), or a smaller sync.tile_values",
+        )
+
+
+def vocabulary_of(layout: Layout, sync: SyncConfig) -> Vocabulary:
+    """What of the shared block is averaged more seldom than the rest of it."""
+    return Vocabulary(vocabulary_tiles(layout), sync.vocabulary_rounds) if sync.vocabulary_rounds > 1 else AS_OFTEN
 
 
 AUDITED_WORK = 3 / 8
@@ -180,6 +193,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         exchange=sync.enabled,
         expert_rounds=sync.column_rounds,
         fragments=sync.fragments,
+        vocabulary=vocabulary_of(layout, sync),
         outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
         clips=sync.aggregate == "clip",
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout, Tile, Values
@@ -40,15 +40,15 @@ def sent_values(layout: Layout, tiles: Sequence[Tile], data: memoryview, before:
 
 
 def unfit(
-    rules: RunRules, layout: Layout, block: int, roster: Mapping[PeerId, Contribution], found: Mapping[PeerId, Values],
-    before: Values,
+    rules: RunRules, layout: Layout, piece: Slice, roster: Mapping[PeerId, Contribution],
+    found: Mapping[PeerId, Values], before: Values,
 ) -> dict[PeerId, str]:  # fmt: skip
     """Whose values stay out of the mean, each with the reason."""
-    bounded = layout.codec_of(block) != "fp32" or layout.has_momentum or rules.clips
+    bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips
     steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in roster.items()}
     if rules.clips:
         steps = dict.fromkeys(roster, 1)  # claims are not to be believed
-    elif (rules.expert_rounds if block else rules.fragments) > 1:
+    elif rules.rounds_between(piece) > 1:
         steps = None  # those of a change are not this round's alone
     refused = screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf)
     if rules.clips:

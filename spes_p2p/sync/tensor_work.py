@@ -325,7 +325,7 @@ class TensorSlice:
         """
         rules = self._rules
         found = {peer: self._found[peer] for peer in self._piece.contributors if peer in self._found}  # who audits must
-        refused = unfit(rules, self._layout, self._piece.block, self._roster, found, self.base.values)
+        refused = unfit(rules, self._layout, self._piece, self._roster, found, self.base.values)
         if refused:
             self.base.check_sound()
         left_out |= refused

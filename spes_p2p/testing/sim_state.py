@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import TypeVar
 
+from spes_p2p.consensus.fragments import AS_OFTEN, Vocabulary
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import Manifest, Merge, Slice, manifest_hash
 from spes_p2p.consensus.messages import Commit, DegradedVote, Plan, Precommit, Signed, Work, signing_bytes
@@ -30,7 +31,12 @@ STEPS = 4
 
 
 def run_rules(
-    columns: int, shared_tiles: int = 2, replicas: int = 1, expert_rounds: int = 1, fragments: int = 1
+    columns: int,
+    shared_tiles: int = 2,
+    replicas: int = 1,
+    expert_rounds: int = 1,
+    fragments: int = 1,
+    vocabulary: Vocabulary = AS_OFTEN,
 ) -> RunRules:
     """A small run: `columns` columns of one tile each, a merge every third round."""
     return RunRules(
@@ -47,6 +53,7 @@ def run_rules(
         merge_alpha=lambda step: 0.01,
         expert_rounds=expert_rounds,
         fragments=fragments,
+        vocabulary=vocabulary,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spes_p2p.cli.main import build
+from spes_p2p.planning.measured import effects
 
 PLAN = build({"plan": "spes_p2p.cli.plan:plan", "status": "spes_p2p.cli.status:status"})
 
@@ -101,7 +102,7 @@ HOME = ("--gpu", "RTX3060", "--uplink", "20Mbit", "--downlink", "100Mbit", "--pe
 
 
 def test_links_that_are_too_slow_are_said_and_tuned_for() -> None:
-    assert "Too slow: 95% of the time goes into syncing. With sync.codec=int8" in " ".join(
+    assert "Too slow: 95% of the time goes into syncing. With sync.codec=int4" in " ".join(
         plan("--config", "small", *HOME).split()
     )
     text = plan("--config", "small", *HOME, "--tune")
@@ -109,8 +110,11 @@ def test_links_that_are_too_slow_are_said_and_tuned_for() -> None:
     assert "each column has two owners" in text
     assert "Too slow" not in text
     told = json.loads(plan("--config", "small", *HOME, "--tune", "--json"))
-    assert told["tuning"]["share"] == told["sync"]["int8"]["share"] <= 0.1 < told["tuning"]["share_before"]
+    assert told["tuning"]["share"] == told["sync"]["int4"]["share"] <= 0.1 < told["tuning"]["share_before"]
     assert "sync.overlap=true" in told["tuning"]["overrides"]
+    losses = {step["overrides"][0]: step["loss"] for step in told["tuning"]["steps"]}
+    assert losses["sync.codec=int4"] == vars(effects()["int4"])
+    assert f"{effects()['int4']}" in text
 
 
 def test_a_codec_is_marked_that_is_chosen_and_nothing_is_to_be_done_where_nobody_waits() -> None:

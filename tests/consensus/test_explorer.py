@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.fragments import Vocabulary
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.table import RULE_NAMES
 from spes_p2p.ids import PeerId
@@ -132,6 +133,15 @@ def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(
 ) -> None:
     """With three parts of two shared tiles: one of the syncs has none."""
     monkeypatch.setattr(sim, "run_rules", partial(run_rules, expert_rounds=3, fragments=3))
+    summary = explore(range(schedules))
+    assert not summary.findings, report(summary)
+
+
+@pytest.mark.parametrize("schedules", [25, pytest.param(50, marks=pytest.mark.thorough)])
+def test_no_schedule_breaks_a_rule_where_vocabulary_takes_turns(
+    schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim, "run_rules", partial(run_rules, shared_tiles=3, vocabulary=Vocabulary(2, 2)))
     summary = explore(range(schedules))
     assert not summary.findings, report(summary)
 

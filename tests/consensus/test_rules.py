@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +15,7 @@ from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.electorate import SealRule
-from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.fragments import Vocabulary, due_columns
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -162,12 +163,15 @@ def test_what_does_not_follow_is_refused(what: str) -> None:
         check_child(RUN.rules, PARENT, EMPTY, TAMPERED[what](CHILD))
 
 
+@pytest.mark.parametrize(
+    "turns", [{"fragments": 3}, {"vocabulary": Vocabulary(3, 3)}], ids=lambda turns: next(iter(turns))
+)
 @pytest.mark.parametrize(("shift", "is_due"), [(0, True), (1, False), (-1, False)])
-def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(shift: int, is_due: bool) -> None:
-    rules = replace(RUN.rules, fragments=3)
-    tiles = rules.block_tiles[0]
-    parts = [due_tiles(tiles, round, 3) for round in range(3)]
-    shared = parts[(PARENT.round + 1 + shift) % 3]
+def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(
+    turns: dict[str, Any], shift: int, is_due: bool
+) -> None:
+    rules = replace(RUN.rules, **turns)
+    shared = rules.due_shared(PARENT.round + 1 + shift)
     slices = plan_slices([A, B], PARENT.ownership, {}, rules.block_tiles, rules.slice_tiles, turn=Turn(shared=shared))
     outcome = Outcome(CHILD.roster, slices, CHILD.wire_root, CHILD.state_root, None)
     made = child_manifest(rules, PARENT, outcome, MEMBERS, WISHES)

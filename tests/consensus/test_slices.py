@@ -8,13 +8,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.fragments import Ranges, Vocabulary, due_columns, due_tiles
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Ownership
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
+
+
+def tiles_of(ranges: Ranges) -> list[int]:
+    return [at for first, number in ranges for at in range(first, first + number)]
 
 
 @st.composite
@@ -120,9 +124,22 @@ def test_a_column_with_one_owner_is_its_owners_alone() -> None:
 
 @pytest.mark.parametrize(("tiles", "fragments"), [(12, 4), (7, 3), (2, 5), (0, 2), (5, 1)])
 def test_shared_tiles_take_turns(tiles: int, fragments: int) -> None:
-    parts = [due_tiles(tiles, round, fragments) for round in range(fragments, 2 * fragments)]
-    assert [at for first, number in parts for at in range(first, first + number)] == list(range(tiles))
-    assert max(number for _, number in parts) - min(number for _, number in parts) <= 1
+    parts = [tiles_of(due_tiles(tiles, round, fragments)) for round in range(fragments, 2 * fragments)]
+    assert [at for part in parts for at in part] == list(range(tiles))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize(("tiles", "fragments"), [(12, 1), (7, 3), (4, 1), (9, 2)])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_vocabulary_takes_turns_of_its_own(tiles: int, fragments: int, rounds: int) -> None:
+    """A part in each round, each tile once in that many turns of the rest; the rest as if it were alone."""
+    vocabulary = Vocabulary(4, rounds)
+    parts = [tiles_of(due_tiles(tiles, round, fragments, vocabulary)) for round in range(fragments * rounds)]
+    times = Counter(at for part in parts for at in part)
+    assert times == {at: rounds if at >= 4 else 1 for at in range(tiles)}
+    assert all(part == sorted(part) for part in parts)
+    if rounds > 1:
+        assert max(sum(at < 4 for at in part) for part in parts) == -(-4 // (fragments * rounds))
 
 
 @pytest.mark.parametrize(("peers", "columns", "every"), [(4, 8, 2), (4, 8, 4), (4, 16, 4), (3, 9, 2), (2, 8, 4)])
@@ -135,9 +152,9 @@ def test_no_uplink_carries_a_round_of_turns_alone(peers: int, columns: int, ever
         assert max(owned) <= -(-columns // (peers * every))
 
 
-def test_a_part_of_the_shared_block_is_planned_where_it_stands() -> None:
-    slices = plan_slices(NAMES[:2], ((NAMES[0],),), {}, [9, 3], 2, turn=Turn(shared=(3, 3)))
-    assert [piece.key for piece in slices if piece.block == 0] == [(3, 2), (5, 1)]
+def test_parts_of_the_shared_block_are_planned_where_they_stand() -> None:
+    slices = plan_slices(NAMES[:2], ((NAMES[0],),), {}, [9, 3], 2, turn=Turn(shared=((0, 1), (3, 3))))
+    assert [piece.key for piece in slices if piece.block == 0] == [(0, 1), (3, 2), (5, 1)]
     assert [piece.key for piece in slices if piece.block == 1] == [(9, 2), (11, 1)]
 
 

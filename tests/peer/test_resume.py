@@ -28,6 +28,7 @@ from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
 from spes_p2p.peer.run import _restore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.node import vocabulary_of
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from tests.sync.chains import A, MadeRun
@@ -275,8 +276,11 @@ def test_uncounted_work_or_that_of_another_history_does_not(tmp_path: Path) -> N
     assert ahead() is None
 
 
-def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_path: Path) -> None:
-    fragments = ("sync.fragments=3", "sync.steps_per_round=6", "sync.tile_values=128")
+@pytest.mark.parametrize("turns", [("sync.fragments=3", "sync.steps_per_round=6"), ("sync.vocabulary_rounds=3",)])
+def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(
+    tmp_path: Path, turns: tuple[str, ...]
+) -> None:
+    fragments = (*turns, "sync.tile_values=128")
     life = Life(tmp_path, *fragments)
     life.begin()
     life.train(2)
@@ -292,10 +296,13 @@ def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_p
     assert carried is not None
     new, old = tip.store.version(2).block(0), life.store.version(0).block(0)
     tiles = life.run.layout.tiles_of(0)
-    first, number = due_tiles(len(tiles), 2, 3)
-    done = slice(tiles[first].start, tiles[first + number - 1].stop)
     expected = new + (trained - old)
-    expected[done] = new[done]
+    sync = life.config.sync
+    due = due_tiles(len(tiles), 2, sync.fragments, vocabulary_of(life.run.layout, sync))
+    assert 0 < sum(number for _, number in due) < len(tiles)
+    for first, number in due:
+        done = slice(tiles[first].start, tiles[first + number - 1].stop)
+        expected[done] = new[done]
     assert np.array_equal(carried.block(0), expected)
 
 

@@ -115,6 +115,15 @@ def test_a_fragment_has_its_share_of_the_bytes_and_of_the_time() -> None:
     assert parts.share == pytest.approx(whole.share)
 
 
+def test_vocabulary_that_is_averaged_seldom_saves_its_share() -> None:
+    config = run_named("spes-7b")
+    whole, seldom = (
+        sync_costs(run_named("spes-7b", *more), 4, 8, Link(), None)[0] for more in ((), ("sync.vocabulary_rounds=5",))
+    )
+    vocabulary = 2 * config.model.embedding_rows * config.model.d_model
+    assert whole.bytes_up - seldom.bytes_up == pytest.approx(4 * 2 * 3 / 4 * vocabulary * 4 / 5)
+
+
 def test_what_is_not_known_is_not_made_up() -> None:
     cost = sync_costs(run_named("tiny"), 3, 2, Link(), tokens_per_second=None)[0]
     assert (cost.seconds, cost.share, cost.bytes_per_day) == (None, None, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from spes_p2p.config.load import bundled_config, changed, load_config
 from spes_p2p.config.schema import steps_per_round_at
 from spes_p2p.planning.gpus import gpu_named, usual_speed
+from spes_p2p.planning.measured import effects
 from spes_p2p.planning.report import Question
 from spes_p2p.planning.traffic import Link
 from spes_p2p.planning.tuning import MOST_STEPS, MOST_WAITING, TUNE_FIX, too_slow, tune, waiting
@@ -42,9 +44,10 @@ def test_the_first_rounds_stay_short_and_columns_have_two_owners() -> None:
     found = tune(question("small"))
     assert found is not None
     assert found.is_enough
-    assert found.config.sync.steps_per_round == ((100, 5), (300, 10), (0, 200))
+    assert found.config.sync.steps_per_round == ((100, 5), (300, 10), (0, 50))
     assert found.config.swarm.target_replicas == 2
-    assert (found.config.model.guest_rank, found.config.sync.codec, found.config.sync.overlap) == (16, "int8", True)
+    assert found.config.sync.vocabulary_rounds == 5
+    assert (found.config.model.guest_rank, found.config.sync.codec, found.config.sync.overlap) == (16, "int4", True)
 
 
 def test_a_run_of_strangers_keeps_what_audits_need() -> None:
@@ -54,6 +57,20 @@ def test_a_run_of_strangers_keeps_what_audits_need() -> None:
     assert found is not None
     assert not found.is_enough
     assert (found.config.sync.codec, found.config.model.guest_rank) == ("int8", 0)
+    assert found.config.sync.vocabulary_rounds == 1
+
+
+def test_what_costs_the_model_least_comes_first() -> None:
+    """As far as the measurements can tell settings apart."""
+    measured = effects()
+    order = ["int8", "int4", "overlap", "vocabulary-5", "columns-5-guests", "longer-2", "longer-4", "topk"]
+    for earlier, later in pairwise(order):
+        assert measured[earlier].percent <= measured[later].percent + (measured[later].half_interval or 0.0)
+    found = tune(question("small"))
+    assert found is not None
+    told = {step.overrides[0]: step.effect for step in found.steps}
+    assert told["sync.codec=int4"] == measured["int4"]
+    assert told["sync.expert_rounds=10"] is None, "with guests it was not measured"
 
 
 def test_what_is_fixed_stays() -> None:
@@ -80,7 +97,7 @@ def test_a_run_for_homes_suits_homes() -> None:
 
 def test_links_that_are_too_slow_are_said_with_what_mends_it() -> None:
     words = too_slow(question("small"))
-    assert words.startswith("Too slow: 95% of the time goes into syncing. With sync.codec=int8")
+    assert words.startswith("Too slow: 95% of the time goes into syncing. With sync.codec=int4")
     assert "experts_per_peer" not in words
     hopeless = too_slow(question("small", "H100", link=Link(MBIT, MBIT)))
     assert hopeless.endswith("Faster links help, and more tokens a step (optimizer.batch_sequences).")

@@ -1,4 +1,6 @@
-"""One swarm over its life: two owners a column, the bootstrap node dies, a peer joins late, one is killed, one leaves.
+"""One swarm over its life: the bootstrap node dies, a peer joins late, one is killed, one leaves.
+
+Each column has two owners, and embedding and head take turns.
 
 The story is told once, by the fixture; each test looks at one part of it.
 """
@@ -43,6 +45,7 @@ TWO_OWNERS = (
     "swarm.target_replicas=2",
     "sync.steps_per_round=6",
     "sync.merge_interval=12",
+    "sync.vocabulary_rounds=2",
 )
 LEAVE_SECONDS = 30.0
 """A peer takes up to 8 to leave, and as long again to end where the machine has much else to do."""

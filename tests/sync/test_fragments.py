@@ -43,7 +43,7 @@ def test_every_sync_brings_its_part_and_is_what_the_oracle_computes(folder: Path
         check_leases(swarm)
         tiles = swarm.rules.block_tiles[0]
         for manifest in chain[1:]:
-            first, number = due_tiles(tiles, manifest.round, FRAGMENTS)
+            ((first, number),) = due_tiles(tiles, manifest.round, FRAGMENTS)
             assert shared_tiles(manifest) == list(range(first, first + number))
         assert {manifest.steps_per_round for manifest in chain} == {2}
         ages = {manifest.round - last for manifest in chain[2 * FRAGMENTS :] for last in manifest.column_rounds}
