@@ -25,7 +25,7 @@ class Effect:
 
     def __str__(self) -> str:
         sure = "" if self.half_interval is None else f" ± {self.half_interval:.1f}"
-        return f"{self.percent:+.1f}{sure}%"
+        return f"{round(self.percent, 1) + 0.0:+.1f}{sure}%"  # + 0.0: no minus before a zero
 
 
 @cache
