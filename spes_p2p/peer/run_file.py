@@ -33,6 +33,8 @@ DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "
 """What nobody can change once a run has begun, and many an organiser wants to know of."""
 FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
 """What keeps a run going right while one peer in five lies (docs/security.md)."""
+UNTRIED_WITH_AUDITS = ("model.guest_rank=0", "sync.vocabulary_rounds=1")
+"""Guests' changes cannot be made again; whether work can be judged where vocabulary takes turns nobody has measured."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     """
     check_is_new(path)
     template = bundled_config(run.template)
-    defences = (*FOR_STRANGERS, "model.guest_rank=0") if run.strangers else ()
+    defences = (*FOR_STRANGERS, *UNTRIED_WITH_AUDITS) if run.strangers else ()
     guests = guest_overrides(load_config(template), run.guest_rank)
     given = [*_overrides(run), *defences, *guests, *run.overrides]
     words = list[str]()

@@ -184,8 +184,9 @@ def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatc
     assert answer.exit_code == 0, answer
     assert "sync.overlap=true: peers train on while a round is synced" in answer.output
     config = load_config(tmp_path / "mine.yaml")
-    assert (config.sync.overlap, config.sync.steps_per_round) == (True, ((100, 5), (300, 10), (0, 400)))
+    assert (config.sync.overlap, config.sync.steps_per_round) == (True, ((100, 5), (300, 10), (0, 200)))
     assert (config.sync.codec, config.model.guest_rank, config.swarm.target_replicas) == ("bf16", 16, 2)
+    assert config.sync.vocabulary_rounds == 5
 
 
 def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +198,7 @@ def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.Monk
     config = load_config(tmp_path / "open.yaml")
     chosen = (config.sync.aggregate, config.swarm.faults, config.swarm.electors, config.model.guest_rank)
     assert chosen == ("clip", "byzantine", "vouched", 0)
+    assert config.sync.vocabulary_rounds == 1, "nobody has tried how well audits do where vocabulary takes turns"
     assert can_be_audited(config, state_layout(config))
     answer = spes_p2p("run", "init", "--name", "coarse", *flags, "--guest-rank", "16")
     assert "nobody audits reducers or trained work in this run" in answer.output
