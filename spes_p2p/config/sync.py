@@ -125,6 +125,11 @@ class SyncConfig(Section):
         return self
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether a round leaves out values that are trained: who trains them is ahead of what is committed."""
+        return max(self.column_rounds, self.vocabulary_rounds) > 1
+
+    @property
     def column_rounds(self) -> int:
         """Syncs between two that hand out the same column."""
         return self.expert_rounds * self.fragments

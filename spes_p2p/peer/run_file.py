@@ -19,7 +19,7 @@ from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId
-from spes_p2p.interop.hf import state_layout
+from spes_p2p.interop.hf import state_layout, vocabulary_tiles
 from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.herald import expected_coverage
 from spes_p2p.peer.web_data import open_on_web
@@ -27,7 +27,7 @@ from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
 from spes_p2p.planning.tuning import TUNE_FIX, guest_overrides, keys_of, too_slow, tune
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
-from spes_p2p.sync.node import can_be_audited
+from spes_p2p.sync.node import can_be_audited, check_sizes
 
 DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "swarm.faults")
 """What nobody can change once a run has begun, and many an organiser wants to know of."""
@@ -98,6 +98,9 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
         check_enough(tokens, config)
     else:
         config = load_config(template, ["data.source=local", *given])
+    if "sync.vocabulary_rounds" not in keys_of(run.overrides) and not vocabulary_tiles(state_layout(config)):
+        config = changed(config, ("sync.vocabulary_rounds=1",))  # few tokens: no tile is theirs alone
+    check_sizes(config, state_layout(config))
     tuned: tuple[str, ...] = ()
     if run.tune:
         tuned, chosen = _tuned(run, config)

@@ -149,9 +149,9 @@ class TrainingLoop:
         self._pause = options.pause or PauseSwitch()
         self.limits = StepLimits(connection, self.machine, self._pause, options.last_round)
         self._evaluator = Evaluator(connection.peer_id, learning, emit, lambda: self.gate.stopping)
-        turns, is_lossy = config.sync.column_rounds > 1, connection.layout.codec_of(1) != "fp32"
+        turns, is_lossy = config.sync.takes_turns, connection.layout.codec_of(1) != "fp32"
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
-        """Whether trained values may be ahead of committed ones: with turns of columns, overlap or a lossy codec."""
+        """Whether trained values may be ahead of committed ones: with turns, overlap or a lossy codec."""
         self._load = LoadMeter()
         self._began = 0.0
         self._seconds = 0.0

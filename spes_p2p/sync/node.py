@@ -137,7 +137,7 @@ def check_sizes(config: Config, layout: Layout) -> None:
         raise ConfigError(
             f"sync.vocabulary_rounds is {sync.vocabulary_rounds}, but no tile of {sync.tile_values:,} values "
             "(sync.tile_values) holds embedding and head alone",
-            fix="set sync.vocabulary_rounds=1 (as with a custom model), or a smaller sync.tile_values",
+            fix="set sync.vocabulary_rounds=1, or a smaller sync.tile_values",
         )
 
 

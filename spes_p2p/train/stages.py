@@ -84,7 +84,7 @@ class TrainingRules:
     overlap_steps: int = 0
     """At most so many steps ahead; 0: as many as a round has."""
     takes_turns: bool = False
-    """Columns are not handed out in every round."""
+    """A round leaves out columns, or shared values, whose turn it is not."""
 
     @classmethod
     def of(cls, config: Config, me: PeerId, leased: bool) -> TrainingRules:
@@ -96,7 +96,7 @@ class TrainingRules:
             leased,
             sync.overlap and sync.enabled,
             sync.overlap_steps,
-            sync.column_rounds > 1,
+            sync.takes_turns,
         )
 
 

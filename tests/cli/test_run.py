@@ -189,6 +189,21 @@ def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatc
     assert config.sync.vocabulary_rounds == 5
 
 
+def test_init_leaves_out_turns_of_a_vocabulary_that_fills_no_tile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--template", "home", "--data", "", "--peers", "8", "--experts-per-peer", "2")
+    for name, tokens, turns in (("many", 50280, 5), ("few", 258, 1)):
+        answer = spes_p2p("run", "init", "--name", name, *flags, f"model.vocab_size={tokens}")
+        assert answer.exit_code == 0, answer
+        assert load_config(tmp_path / f"{name}.yaml").sync.vocabulary_rounds == turns
+    few = ("model.vocab_size=258", "sync.vocabulary_rounds=5")
+    refused(
+        spes_p2p("run", "init", "--name", "none", *flags, *few), "no tile of 1,044,480 values", "vocabulary_rounds=1"
+    )
+
+
 def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ("--template", "home", "--data", "", "--peers", "8", "--experts-per-peer", "2", "--strangers")

@@ -24,6 +24,7 @@ from spes_p2p.data.loader import AnyDataset, LeasedLoader, held_out_batches, nee
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import PeerId, sha256
+from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.observe.events import Eval, Event, ExpertLoad, Note, Step, Warning
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.peer import departure, training
@@ -159,16 +160,18 @@ class Story:
         kept = Uncounted(uncounted.tokens, uncounted.steps)
         self.saved.append((manifest, version, kept, final, self.trainer.round_steps))
 
-    def commit(self, counted: bool, columns: bool = True, kind: str | None = None) -> None:
+    def commit(self, counted: bool, columns: bool = True, vocabulary: bool = True, kind: str | None = None) -> None:
         """The round is decided: everything moves by MERGED, from what was handed in or from the old state.
 
-        `columns`: whether it is their turn to be handed out. `kind`: of the certificate.
+        `columns`, `vocabulary`: whether it is their turn to be handed out. `kind`: of the certificate.
         """
         handed_in = self.inputs.parent == self.head
         base, layout = self.store.version(self.round), self.run.layout
         staging = self.store.stage(self.round + 1, self.round)
+        late = {tile.id for tile in layout.tiles if tile.block and not columns}
+        late |= set() if vocabulary else set(range(vocabulary_tiles(layout)))
         for tile in layout.tiles:
-            took = counted and tile.block in self.inputs.blocks and (columns or tile.block == 0)
+            took = counted and tile.block in self.inputs.blocks and tile.id not in late
             source = self.inputs if took else base
             staging.write_state(tile.id, source.block(tile.block)[tile.start : tile.stop] + np.float32(MERGED))
         staging.finish()
@@ -182,7 +185,7 @@ class Story:
         self.round += 1
         self.driver.core.tip_hash, self.driver.core.tip = self.head, self.manifest
         entry = self.manifest.roster[0] if counted else None
-        missed = (tile.id for tile in layout.tiles if not counted or (tile.block and not columns))
+        missed = (tile.id for tile in layout.tiles if not counted or tile.id in late)
         lost = frozenset(missed) if handed_in else frozenset[int]()
         commit = self.commits[self.round]
         certificate = replace(commit.certificate, kind=kind or commit.certificate.kind)
@@ -582,31 +585,38 @@ def test_a_round_that_counts_an_earlier_life_leaves_what_columns_are_ahead(tmp_p
     np.testing.assert_array_equal(started[1][1], new.block(1) + (trained[0][1] - old.block(1)))
 
 
-def test_with_turns_it_is_the_committed_model_that_is_evaluated(tmp_path: Path) -> None:
-    """What its own columns are ahead nobody else has; training goes on from there."""
-    story = Story(tmp_path, "sync.expert_rounds=3", "eval.every_rounds=1")
+@pytest.mark.parametrize(
+    ("turns", "late", "block"),
+    [(("sync.expert_rounds=3",), "columns", 1), (("sync.vocabulary_rounds=3", "sync.tile_values=64"), "vocabulary", 0)],
+    ids=["columns", "vocabulary"],
+)
+def test_with_turns_it_is_the_committed_model_that_is_evaluated(
+    tmp_path: Path, turns: tuple[str, ...], late: str, block: int
+) -> None:
+    """What its own values are ahead nobody else has; training goes on from there."""
+    story = Story(tmp_path, *turns, "eval.every_rounds=1")
     seen: list[Values] = []
     started: list[Values] = []
 
     def evaluate(batches: object) -> float:
-        seen.append(story.trainer.contribution(1))
+        seen.append(story.trainer.contribution(block))
         return 1.0
 
     story.trainer.evaluate = evaluate  # type: ignore[method-assign]
-    story.on_ready = lambda work: story.commit(counted=True, columns=False)
+    story.on_ready = lambda work: story.commit(counted=True, columns=late != "columns", vocabulary=late != "vocabulary")
 
     def stop() -> None:
-        started.append(story.inputs.block(1))
+        started.append(story.inputs.block(block))
         story.gate.stop()
 
     story.at_step[STEPS + 1] = stop
     story.play()
     old, new = story.store.version(0), story.store.version(1)
-    np.testing.assert_array_equal(seen[0], old.block(1))
-    np.testing.assert_array_equal(seen[1], new.block(1))
-    ahead = started[0] - old.block(1)
+    np.testing.assert_array_equal(seen[0], old.block(block))
+    np.testing.assert_array_equal(seen[1], new.block(block))
+    ahead = started[0] - old.block(block)
     assert np.abs(ahead).max() > 0
-    assert np.abs(story.trainer.contribution(1) - (new.block(1) + ahead)).max() < 0.05
+    assert np.abs(story.trainer.contribution(block) - (new.block(block) + ahead)).max() < 0.05
 
 
 @pytest.mark.parametrize("columns", [True, False])

@@ -41,6 +41,7 @@ from spes_p2p.train.stages import (
     UseLease,
 )
 from tests.sync.chains import A, MadeRun
+from tests.sync.swarm_cases import small_config
 
 RUN = MadeRun()
 GENESIS = RUN.genesis(sha256(b"state 0")).manifest
@@ -289,6 +290,12 @@ def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again() -> None:
     machine.handle(RoundEnded())
     machine.handle(Leave())
     assert isinstance(commit(machine, contribution(machine), is_member=False)[-1], Depart)
+
+
+@pytest.mark.parametrize("turns", ["sync.expert_rounds=2", "sync.fragments=2", "sync.vocabulary_rounds=2", ""])
+def test_what_a_round_leaves_out_takes_turns(turns: str) -> None:
+    config = small_config(*filter(None, (turns,)))
+    assert TrainingRules.of(config, A, leased=True).takes_turns == bool(turns)
 
 
 def test_with_turns_a_leaver_that_is_still_named_hands_in_again() -> None:
