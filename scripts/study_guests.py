@@ -31,7 +31,7 @@ from spes_p2p.ids import Hash
 from spes_p2p.state.basis import Basis, first_basis, matrices, next_basis
 from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.sync import guests, tensor_work
-from spes_p2p.testing.comparison.arms import BENCHMARKS, Setting
+from spes_p2p.testing.comparison.arms import BENCHMARKS
 from spes_p2p.testing.comparison.outcomes import Job
 from spes_p2p.train.guests import GuestWork
 
@@ -126,11 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the config")
     arguments = parser.parse_intermixed_args()
-    named = BENCHMARKS["small-cpu"]
-    setting = Setting(
-        Path(named.config), arguments.steps, named.peers, named.steps_per_round, named.overrides,
-        tuple(arguments.overrides),
-    )  # fmt: skip
+    setting = BENCHMARKS["small-cpu"].setting(arguments.steps, arguments.overrides)
     setting.check([arguments.arm])
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(Path(folder))

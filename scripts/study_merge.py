@@ -25,7 +25,7 @@ from compare import make_data
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.state.layout import BlockSource, Layout
 from spes_p2p.sync.merge import cosines, layer_spans
-from spes_p2p.testing.comparison.arms import BENCHMARKS, Setting
+from spes_p2p.testing.comparison.arms import BENCHMARKS
 from spes_p2p.testing.comparison.outcomes import Job
 from spes_p2p.testing.training_swarm import TrainingPeer
 
@@ -51,11 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the config")
     arguments = parser.parse_intermixed_args()
-    named = BENCHMARKS["small-cpu"]
-    setting = Setting(
-        Path(named.config), arguments.steps, named.peers, named.steps_per_round, named.overrides,
-        tuple(arguments.overrides),
-    )  # fmt: skip
+    setting = BENCHMARKS["small-cpu"].setting(arguments.steps, arguments.overrides)
     setting.check(arguments.arms)
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(Path(folder))

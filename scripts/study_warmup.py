@@ -24,7 +24,7 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.state.layout import Tile, Values
 from spes_p2p.sync import joining
 from spes_p2p.testing import memory_swarm
-from spes_p2p.testing.comparison.arms import BENCHMARKS, Setting
+from spes_p2p.testing.comparison.arms import BENCHMARKS
 from spes_p2p.testing.comparison.outcomes import Job
 from spes_p2p.testing.training_swarm import TrainingPeer
 
@@ -79,11 +79,8 @@ def main() -> None:
         data = make_data(folder)
 
         def job(arm: str, seed: int, steps: int, *schedule: str) -> Job:
-            named = BENCHMARKS["small-cpu"]
             given = (*arguments.overrides, "scheduler.name=wsd", *schedule)
-            setting = Setting(
-                Path(named.config), steps, named.peers, named.steps_per_round, named.overrides, given
-            )  # fmt: skip
+            setting = BENCHMARKS["small-cpu"].setting(steps, given)
             setting.check([arm])
             return Job(arm, seed, setting.config_of(arm, seed, data), steps, torch.device("cpu"))
 

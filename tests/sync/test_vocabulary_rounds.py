@@ -12,6 +12,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout, vocabulary_tiles
+from spes_p2p.sync.node import check_sizes
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
@@ -83,10 +84,10 @@ def test_a_peer_is_killed_and_another_comes(folder: Path) -> None:
     in_swarm(folder, play, seldom(OVERLAP, peers=4))
 
 
-def test_a_run_whose_tiles_hold_no_vocabulary_alone_is_refused(folder: Path) -> None:
+def test_a_run_whose_tiles_hold_no_vocabulary_alone_is_refused() -> None:
     config = small_config("sync.vocabulary_rounds=3", "sync.tile_values=65536")
     assert vocabulary_tiles(state_layout(config)) == 0
     with pytest.raises(ConfigError, match=r"sync.vocabulary_rounds is 3, but no tile of 65,536 values"):
-        MemorySwarm(config, folder).rules  # noqa: B018
+        check_sizes(config, state_layout(config))
     with pytest.raises(ConfigError, match=r"sync.outer is nesterov, .* but sync.vocabulary_rounds is 3"):
         seldom("sync.outer=nesterov")

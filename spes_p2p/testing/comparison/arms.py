@@ -71,7 +71,6 @@ ARMS = {
     "diloco-often-muon": "diloco-often optimizer.name=muon",
     "diloco-often-muon-int4": "diloco-often-muon sync.codec=int4",
     "two-owners-muon-int4": "two-owners optimizer.name=muon sync.codec=int4",
-    "two-owners-two-periods-muon-int4": "two-periods-two-owners optimizer.name=muon sync.codec=int4",
     "two-owners-often-muon-int4": "two-owners sync.steps_per_round={often} optimizer.name=muon sync.codec=int4",
     "centralized-muon": "centralized optimizer.name=muon",
     "eight-peers-guests": "eight-peers model.guest_rank=16",
@@ -99,6 +98,10 @@ class Benchmark:
     peers: int
     steps_per_round: int
     overrides: tuple[str, ...]
+
+    def setting(self, steps: int, given: Sequence[str]) -> Setting:
+        """For so many steps, with `given` overrides on top."""
+        return Setting(Path(self.config), steps, self.peers, self.steps_per_round, self.overrides, tuple(given))
 
 
 BENCHMARKS = {
