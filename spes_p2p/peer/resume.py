@@ -149,13 +149,13 @@ class Resumed:
     def values_ahead(
         self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, sync: SyncConfig
     ) -> RebasedState | None:
-        """The state of `tip` plus the restored trainer's lead in columns that have had no turn since the checkpoint.
+        """The state of `tip` plus the restored trainer's lead in what has had no turn since the checkpoint.
 
-        None if the checkpoint belongs to another history, or holds work that no round counted and whose data was leased
-        to others. With overlap every checkpoint holds such work and is used all the same: repeating a few steps of data
-        is a smaller loss than dropping the rest.
+        None where nothing takes turns, if the checkpoint belongs to another history, or if it holds work that no round
+        counted and whose data was leased to others. With overlap every checkpoint holds such work and is used all the
+        same: repeating a few steps of data is a smaller loss than dropping the rest.
         """
-        if self.uncounted.tokens and not sync.overlap:
+        if not sync.takes_turns or (self.uncounted.tokens and not sync.overlap):
             return None
         if self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None

@@ -200,7 +200,7 @@ def _train(
     loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.until_round, pause))
     restored = _restore(resumed, tip, me, learning)
     carried = None
-    if resumed is not None and restored is None and config.sync.takes_turns:
+    if resumed is not None and restored is None:
         carried = resumed.values_ahead(
             tip.manifest, me, connection.layout, connection.disk, learning.trainer, config.sync
         )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan
+from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan, check_slices
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.fragments import Vocabulary, due_columns
@@ -181,6 +181,28 @@ def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(
     for wrong in [whole] if is_due else [made, whole]:
         with pytest.raises(RemoteProtocolError, match=r"does not fit the plan|covered in part"):
             check_child(rules, PARENT, EMPTY, wrong)
+
+
+def test_no_slice_reaches_from_vocabulary_into_the_rest() -> None:
+    """Not where the part that is due ends just before it, either."""
+    rules = replace(RUN.rules, vocabulary=Vocabulary(2, 2), slice_tiles=3)
+    vocabulary, rest = rules.due_shared(PARENT.round + 1)
+    assert (vocabulary, rest[0]) == ((1, 1), 2)
+    turn = Turn(shared=(vocabulary, rest))
+    first, second, *others = plan_slices([A, B], PARENT.ownership, {}, rules.block_tiles, rules.slice_tiles, turn=turn)
+    roster = tuple(Contribution(peer, 8, 1, 1) for peer in (A, B))
+    check_slices(rules, PARENT, roster, (first, second, *others))
+    both = replace(first, tiles=first.tiles + second.tiles)
+    rules = replace(rules, slice_tiles=both.tiles)
+    with pytest.raises(RemoteProtocolError, match="does not fit the plan"):
+        check_slices(rules, PARENT, roster, (both, *others))
+
+
+def test_what_a_slice_has_waited_for_is_known() -> None:
+    rules = replace(RUN.rules, expert_rounds=6, fragments=3, vocabulary=Vocabulary(2, 4))
+    pieces = [Slice(0, 1, 1, A, (A,)), Slice(0, 2, 1, A, (A,)), Slice(1, rules.block_tiles[0], 1, A, (A,))]
+    assert [rules.rounds_between(piece) for piece in pieces] == [12, 3, 6]
+    assert RUN.rules.rounds_between(pieces[0]) == 1
 
 
 def test_a_column_without_owner_in_the_roster_keeps_its_round() -> None:
