@@ -69,10 +69,31 @@ def in_two_bits(values: Values) -> Values:
     return sent
 
 
+def total(values: Values) -> np.float32:
+    """Of a whole block, zeros at its end if it is shorter: halves are added until one value is left."""
+    padded = np.zeros(128, np.float32)
+    padded[: len(values)] = values
+    while len(padded) > 1:
+        padded = padded[: len(padded) // 2] + padded[len(padded) // 2 :]
+    return np.float32(padded[0])
+
+
+def three_levels(values: Values) -> Values:
+    def mean_of(chosen: NDArray[np.bool_]) -> np.float32:
+        return np.float32(total(np.where(chosen, sizes, 0)) / np.float32(np.count_nonzero(chosen) or 1))
+
+    sizes = np.abs(values)
+    first = sizes > np.float32(0.75) * mean_of(sizes > 0)
+    chosen = sizes > mean_of(first) / np.float32(2)
+    level = bf16(np.array([mean_of(chosen)], np.float32))[0]
+    return np.where(chosen, np.sign(values) * level, np.float32(0)).astype(np.float32)
+
+
 THROUGH: dict[str, Callable[[Values], Values]] = {
     "bf16": bf16,
     "int8": lambda values: in_blocks(values, 128, lambda block: rounded(block, 127)),
     "int4": lambda values: in_blocks(values, 32, lambda block: rounded(block, 7)),
+    "ternary": lambda values: in_blocks(values, 128, three_levels),
     "topk": lambda values: in_blocks(values, 4096, largest_only),
     "topk2": lambda values: in_blocks(values, 4096, in_two_bits),
 }

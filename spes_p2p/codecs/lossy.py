@@ -6,6 +6,7 @@ are little-endian:
     bf16   every value rounded to bf16
     int8   the scales, then every value as a signed byte q: q * scale, |q| <= 127
     int4   the scales, then pairs of values in a byte, the first in the low half: (code - 8) * scale, |code - 8| <= 7
+    ternary  the scales, then five values in a byte, the first lowest: digit * 3^place added up; (digit - 1) * scale
     topk   the scales, then of each block the entries of largest size in the order of their places, 16 bits each:
            place << 4 | sign << 3 | level, which is (-1)^sign * level * scale, level <= 7; all others are zero
     topk2  two scales a block, low and high, then of each block half as many entries, 14 bits each, the low bit first, a
@@ -13,15 +14,17 @@ are little-endian:
            After SparseLoCo (arXiv 2508.15706): 64 of 4,096 values in 2 bits
 
 A scale is the largest size in its block over the largest code, rounded up to bf16 so that nothing is clipped; codes are
-rounded to the nearest, halves to even. Those of `topk2` are the mean of the sizes below their mean, and of the others.
-What rounding loses is the caller's to keep (error feedback), so a stochastic rounding, which loses nothing on average,
-would only add noise. Decoding is one conversion and one fp32 multiplication a value, each exact or rounded on its own:
-the same bits on every machine, on CPU and GPU. A value that is not finite makes its block's scale infinite or NaN: what
-is decoded then is infinite, which who receives it finds.
+rounded to the nearest, halves to even. Those of `topk2` are the mean of the sizes below their mean, and of the others;
+that of `ternary` is the mean of the sizes that are not sent as zero: those above half of the mean of all that are above
+three quarters of the mean of what is not zero, as two steps of Lloyd's algorithm find them. What rounding loses is the
+caller's to keep (error feedback), so a stochastic rounding, which loses nothing on average, would only add noise.
+Decoding is one conversion and one fp32 multiplication a value, each exact or rounded on its own: the same bits on every
+machine, on CPU and GPU. A value that is not finite makes its block's scale infinite or NaN: what is decoded then is
+infinite, which who receives it finds.
 
 Works on whole tiles with torch, on the device of what it is given. Knows no state, residual or network.
 
-Legend: N values of a tile, B blocks, G values of a block, K entries of a block.
+Legend: N values of a tile, B blocks, G values of a block, K entries of a block, Y bytes, D digits of a byte.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from spes_p2p.codecs.sizes import (
     BLOCK_VALUES,
+    DIGITS,
     ENTRY_BITS,
     TOPK2_KEPT,
     TOPK_KEPT,
@@ -46,6 +50,8 @@ from spes_p2p.codecs.sizes import (
 
 _INT8_LARGEST, _INT4_LARGEST, _LEVELS = 127, 7, 7
 _PLACE_BITS = 4  # a place is stored above them
+_POWERS = 3 ** torch.arange(DIGITS)
+_DIGITS_OF = (torch.arange(256)[:, None] // _POWERS % 3).to(torch.uint8)  # by byte, also of those that nobody writes
 
 
 def encode(codec: Codec, change: NDArray[np.float32]) -> bytes:
@@ -108,6 +114,29 @@ def decode_int4(data: Tensor, values: int) -> Tensor:
     scale_B, pairs = _parts(data, "int4", values)
     code_N = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten()[:values]
     return _scaled(code_N.float() - 8, scale_B, "int4")
+
+
+def encode_ternary(x_N: Tensor) -> Tensor:
+    """Bytes of a change."""
+    x_BG = _blocks(x_N, "ternary")
+    size_BG = x_BG.abs()
+    mean_B = _means(size_BG, ~(size_BG <= 0))  # NaN, too
+    above_B = 0.75 * mean_B  # what is best of normal values
+    scale_B = _means(size_BG, size_BG > above_B[:, None])
+    is_sent_BG = size_BG > scale_B[:, None] / 2  # once more, by that: few are much larger than the others
+    scale_B = _means(size_BG, is_sent_BG)
+    scale_B = torch.where(mean_B.isfinite(), scale_B, torch.inf).to(torch.bfloat16)
+    digit_N = torch.where(is_sent_BG, x_BG.sign(), 0).add(1).to(torch.uint8).flatten()[: len(x_N)]
+    digit_YD = F.pad(digit_N, (0, -len(x_N) % DIGITS)).view(-1, DIGITS)
+    packed = (digit_YD * _POWERS.to(x_N.device, torch.uint8)).sum(dim=1, dtype=torch.uint8)
+    return torch.cat((scale_B.view(torch.uint8), packed))
+
+
+def decode_ternary(data: Tensor, values: int) -> Tensor:
+    """[values] fp32."""
+    scale_B, packed = _parts(data, "ternary", values)
+    digit_N = _DIGITS_OF.to(data.device)[packed.int()].flatten()[:values]
+    return _scaled(digit_N.float() - 1, scale_B, "ternary")
 
 
 def encode_topk(x_N: Tensor) -> Tensor:
@@ -217,6 +246,15 @@ def _scales(x_BG: Tensor, largest: int) -> Tensor:
     return torch.where(near_B.float() < exact_B, above_B, near_B)
 
 
+def _means(x_BG: Tensor, chosen_BG: Tensor) -> Tensor:
+    """Of the chosen ones, [B]; 0 where there are none. Each sum is rounded on its own: the same bits everywhere."""
+    sum_BG = torch.where(chosen_BG, x_BG, 0)
+    while sum_BG.shape[1] > 1:  # G is a power of two
+        left_BG, right_BG = sum_BG.chunk(2, dim=1)
+        sum_BG = left_BG + right_BG
+    return sum_BG[:, 0] / chosen_BG.sum(dim=1).clamp(min=1)
+
+
 def _codes(x_BG: Tensor, scale_B: Tensor, largest: int) -> Tensor:
     """Whole numbers, fp32; zero where the scale is zero or not finite."""
     q_BG = (x_BG / scale_B.float()[:, None]).round_()
@@ -234,5 +272,11 @@ def _scaled(code_N: Tensor, scale_B: Tensor, codec: Codec) -> Tensor:
     return code_N * scale_N
 
 
-_ENCODERS = {"bf16": encode_bf16, "int8": encode_int8, "int4": encode_int4, "topk": encode_topk, "topk2": encode_topk2}
-_DECODERS = {"bf16": decode_bf16, "int8": decode_int8, "int4": decode_int4, "topk": decode_topk, "topk2": decode_topk2}
+_ENCODERS = {
+    "bf16": encode_bf16, "int8": encode_int8, "int4": encode_int4, "ternary": encode_ternary,
+    "topk": encode_topk, "topk2": encode_topk2,
+}  # fmt: skip
+_DECODERS = {
+    "bf16": decode_bf16, "int8": decode_int8, "int4": decode_int4, "ternary": decode_ternary,
+    "topk": decode_topk, "topk2": decode_topk2,
+}  # fmt: skip

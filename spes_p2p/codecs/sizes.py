@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Codec = Literal["fp32", "bf16", "int8", "int4", "topk", "topk2"]
+Codec = Literal["fp32", "bf16", "int8", "int4", "ternary", "topk", "topk2"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 DenseCodec = Literal["fp32", "bf16", "int8", "int4"]
-"""Those that leave no value out: for what is sent once, so that nothing can follow later."""
-SPARSE_CODECS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec not in get_args(DenseCodec))
+"""Those that come close to every value: for what is sent once, so that nothing can follow later."""
+SPARSE_CODECS: tuple[Codec, ...] = ("topk", "topk2")
+"""Those that leave most values out."""
 
 SCALE_BYTES = 2
 """One bf16 number a block, two with `topk2`."""
-BLOCK_VALUES: dict[Codec, int] = {"int8": 128, "int4": 32, "topk": 4096, "topk2": 4096}
+BLOCK_VALUES: dict[Codec, int] = {"int8": 128, "int4": 32, "ternary": 128, "topk": 4096, "topk2": 4096}
 """Values that share a scale."""
+DIGITS = 5
+"""Values in a byte of `ternary`: 3^5 = 243."""
 TOPK_KEPT = 128
 """Entries of a whole block that `topk` sends."""
 TOPK2_KEPT = 64
@@ -38,6 +41,8 @@ def encoded_bytes(codec: Codec, values: int) -> int:
         return scales + values
     if codec == "int4":
         return scales + -(-values // 2)
+    if codec == "ternary":
+        return scales + -(-values // DIGITS)
     whole, rest = divmod(values, BLOCK_VALUES[codec])
     if codec == "topk":
         return scales + ENTRY_BYTES * (whole * TOPK_KEPT + kept_of(rest))

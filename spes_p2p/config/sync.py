@@ -21,7 +21,8 @@ class SyncConfig(Section):
     )
     codec: Codec = agreed(
         "How values are sent: fp32 sends them as they are; the others send changes, rounded to bf16, to 8 or 4 bits in "
-        "small blocks, or only the largest 3% (topk; topk2: 1.6%, in 2 bits), and send later what was left out.",
+        "small blocks, to 1.7 bits (ternary: -1, 0 or 1 times a scale), or only the largest 3% (topk; topk2: 1.6%, in "
+        "2 bits), and send later what was left out.",
         "fp32",
     )
     expert_codec: Codec = agreed("Codec for the values of expert columns (default: codec).")

@@ -34,7 +34,7 @@ def tiny(*overrides: str) -> Config:
         ("optimizer.lr=.inf", "optimizer.lr is inf", "finite"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas has 1.0", "below 1"),
         ("run.run_id=a/b", "run.run_id is 'a/b'", "letters, digits"),
-        ("sync.codec=int3", "sync.codec is 'int3'", "'fp32', 'bf16', 'int8', 'int4', 'topk' or 'topk2'"),
+        ("sync.codec=int3", "sync.codec is 'int3'", "'fp32', 'bf16', 'int8', 'int4', 'ternary', 'topk' or 'topk2'"),
         ("sync.merge_alpha=1.5", "sync.merge_alpha is 1.5", "less than or equal to 1"),
         ("sync.merge_top_k=0", "sync.merge_top_k is 0", "greater than or equal to 1"),
         ("model.d_model=130", "model.d_model is 130, not divisible by model.num_heads (4)", "model.head_dim"),

@@ -138,8 +138,9 @@ def test_an_outer_optimizer_makes_states_larger_and_rounds_not() -> None:
 
 def test_what_is_configured_comes_first_and_then_every_codec() -> None:
     plain = sync_costs(run_named("spes-7b"), 4, 8, Link(), None)
-    assert [cost.codec for cost in plain] == ["fp32", "bf16", "int8", "int4", "topk", "topk2"]
-    assert [round(cost.bytes_up / plain[0].bytes_up, 3) for cost in plain] == [1.0, 0.5, 0.254, 0.141, 0.016, 0.007]
+    assert [cost.codec for cost in plain] == ["fp32", "bf16", "int8", "int4", "ternary", "topk", "topk2"]
+    shares = [round(cost.bytes_up / plain[0].bytes_up, 3) for cost in plain]
+    assert shares == [1.0, 0.5, 0.254, 0.141, 0.054, 0.016, 0.007]
     mixed = sync_costs(run_named("spes-7b", "sync.codec=int8", "sync.expert_codec=int4"), 4, 8, Link(), None)
     assert mixed[0].codec == "int8, experts int4"
     assert plain[3].bytes_up < mixed[0].bytes_up < plain[2].bytes_up

@@ -26,6 +26,8 @@ CODECS = (
     ("sync.codec=topk2", "sync.dense_rounds=3"),
     ("sync.codec=fp32", "sync.expert_codec=topk", "sync.dense_rounds=2"),
     ("sync.codec=int8", "sync.expert_codec=int4"),
+    ("sync.codec=ternary",),
+    ("sync.codec=int4", "sync.expert_codec=ternary"),
     ("sync.codec=fp32", "sync.expert_codec=int8"),
 )
 
@@ -76,6 +78,7 @@ FAULTY = (
     ("sync.codec=topk",),
     ("sync.codec=topk2", "sync.dense_rounds=5"),
     ("sync.codec=int8", "sync.expert_codec=int4"),
+    ("sync.codec=int4", "sync.expert_codec=ternary"),
 )
 
 
