@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -199,15 +200,16 @@ def _train(
         )
     loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.until_round, pause))
     restored = _restore(resumed, tip, me, learning)
-    carried = None
+    values_ahead = None
     if resumed is not None and restored is None:
-        carried = resumed.values_ahead(
-            tip.manifest, me, connection.layout, connection.disk, learning.trainer, config.sync
-        )
+        values_ahead = partial(
+            resumed.values_ahead,
+            me=me, layout=connection.layout, disk=connection.disk, trainer=learning.trainer, sync=config.sync,
+        )  # fmt: skip
     del resumed  # it maps a checkpoint that may be removed while training goes on
     try:
-        loop.begin(tip.manifest, restored, carried)
-        del carried
+        loop.begin(tip.manifest, restored, values_ahead)
+        del values_ahead  # and so does this
         loop.run()
         Departure(loop).run()
         if said := farewell.receipt():

@@ -102,6 +102,10 @@ class StepLimits:
         return not self._pause.active and not self._gate.should_stop()
 
 
+ValuesAhead = Callable[[Manifest], BlockSource | None]
+"""What to begin a round on top of a manifest with, where that is more than its state."""
+
+
 class Save(Protocol):
     def __call__(self, manifest: Manifest, version: Version, uncounted: stages.Uncounted, final: bool = False) -> None:
         """`final`: nothing comes after it, so it is not one to leave out."""
@@ -152,6 +156,7 @@ class TrainingLoop:
         turns, is_lossy = config.sync.takes_turns, connection.layout.codec_of(1) != "fp32"
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
         """Whether trained values may be ahead of committed ones: with turns, overlap or a lossy codec."""
+        self._values_ahead: ValuesAhead | None = None
         self._load = LoadMeter()
         self._began = 0.0
         self._seconds = 0.0
@@ -163,18 +168,15 @@ class TrainingLoop:
     # ---------------------------------------------------------------- life
 
     def begin(
-        self, start: Manifest, restored: stages.Restored | None = None, carried: BlockSource | None = None
+        self, start: Manifest, restored: stages.Restored | None = None, values_ahead: ValuesAhead | None = None
     ) -> None:
         """To be called before `run`: takes up the state of `start`.
 
-        `restored`: trainer and loader already stand where a checkpoint of `start` left them. `carried`: else, values
-        to begin with where they are not just those of `start`; not kept.
+        `restored`: trainer and loader already stand where a checkpoint of `start` left them. `values_ahead`: else,
+        what to begin with where it is not just the committed state; asked once, when this peer is in.
         """
-        for action in self.machine.handle(stages.Begin(start, self.connection.is_member(), restored)):
-            if isinstance(action, stages.Load) and carried is not None:
-                self._adopt(action, carried)
-            else:
-                self._do(action)
+        self._values_ahead = values_ahead
+        self.do(self.machine.handle(stages.Begin(start, self.connection.is_member(), restored)))
 
     def run(self) -> None:
         """Trains until this peer is asked to stop or the last round is committed."""
@@ -318,7 +320,8 @@ class TrainingLoop:
                 if isinstance(self._loader, LeasedLoader):
                     self._loader.use(place.ranges, place.consumed)
             case stages.Load():
-                self._adopt(action)
+                ahead, self._values_ahead = self._values_ahead, None
+                self._adopt(action, ahead and ahead(action.turn.manifest))
             case stages.StandAside(newest):
                 self.trainer.wake()  # before what it would load is gone
                 self.values.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,9 +297,36 @@ def test_the_learning_rate_falls_from_the_manifest_on_that_says_so(story: Story)
 def test_the_values_to_begin_with_are_not_kept(story: Story) -> None:
     start = Start(story.store.version(0))
     kept = weakref.ref(start)
-    story.loop.begin(story.manifest, carried=start)
+    story.loop.begin(story.manifest, values_ahead=partial(values_of, start))
     del start
     assert kept() is None
+
+
+def values_of(start: Start, manifest: Manifest) -> Start:
+    return start
+
+
+def test_who_comes_back_begins_with_what_it_is_ahead_once_it_is_a_member(story: Story) -> None:
+    """The others have let it go: it is in with the next round that they commit."""
+    start, asked = Start(story.store.version(0)), list[int]()
+    is_in = False
+
+    def values_ahead(manifest: Manifest) -> Start:
+        asked.append(manifest.round)
+        return start
+
+    story.connection.is_member = lambda: is_in
+    story.loop.begin(story.manifest, values_ahead=values_ahead)
+    assert asked == []
+    is_in = True
+    story.commit(counted=False)
+    story.loop.take(story.gate.wait(0.0))
+    assert asked == [1]
+    np.testing.assert_array_equal(story.values(), start.block(0))
+    assert not np.array_equal(story.values(), story.store.version(1).block(0))
+    story.commit(counted=False)
+    story.loop.take(story.gate.wait(0.0))
+    assert asked == [1], "later rounds know what it is ahead"
 
 
 def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(

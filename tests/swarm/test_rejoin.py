@@ -6,23 +6,43 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.observe.events import Round, Step
+from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LocalSwarm
-from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
+from tests.swarm.micro import LOCAL, MICRO, config_of, dumping, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 TWO_PEERS = ("swarm.min_peers=2", "swarm.experts_per_peer=4")
+TURNS = 16
 
 
 def chain_of(swarm: LocalSwarm, name: str) -> list[Commit]:
     chain = Chain(swarm.folder / name / "run" / "chain")
     return [chain.commit(round) for round in range(chain.length)]
+
+
+def dumps_of(folder: Path, name: str) -> list[Path]:
+    """Those that are whole, the oldest first."""
+    return sorted(file.parent for file in (folder / "dumps" / name).glob("round-*/round.json"))
+
+
+def round_of(dump: Path) -> int:
+    return int(dump.name.removeprefix("round-"))
+
+
+def shared_values(layout: Layout, file: Path) -> NDArray[np.float32]:
+    tensors = load_file(file)
+    return np.concatenate([tensors[placed.tensor.name].ravel() for placed in layout.blocks[0].tensors])
 
 
 @pytest.mark.thorough
@@ -105,3 +125,33 @@ def test_what_the_last_to_leave_trained_is_in_the_archive(tmp_path: Path, tokens
         swarm.peer("p1", tokens, LOCAL)
         swarm.wait_for_round(last.round + 2, ("p1",), 180.0)
         assert chain_of(swarm, "p1")[last.round].manifest == last
+
+
+def test_what_had_no_turn_yet_is_not_lost_by_who_leaves_and_comes_back(tmp_path: Path, tokens: Path) -> None:
+    """Embedding and head take turns: of most of it a peer is rounds ahead when it goes, and as far when it is back."""
+    seldom = ("swarm.min_peers=2", "swarm.experts_per_peer=4", f"sync.vocabulary_rounds={TURNS}", "optimizer.lr=0.001")
+    with local_swarm(tmp_path) as swarm:
+        swarm.bootstrap("tiny", tokens, [*MICRO, *seldom])
+        for name in ("p0", "p1"):
+            swarm.peer(name, tokens, [*dumping(tmp_path, name), *LOCAL])
+        swarm.wait_for_round(6, ("p0", "p1"), 180.0)
+        swarm.processes["p1"].send(signal.SIGTERM)
+        assert swarm.processes["p1"].wait(30.0) == 0
+        left = dumps_of(tmp_path, "p1")
+        swarm.peer("p1", tokens, [*dumping(tmp_path, "p1"), *LOCAL])
+        swarm.wait_until(lambda: len(dumps_of(tmp_path, "p1")) > len(left), "a round of p1", ("p0", "p1"), 180.0)
+    last, back = left[-1], dumps_of(tmp_path, "p1")[len(left)]
+    chain = chain_of(swarm, "p0")
+    layout = layout_of(config_of(seldom))
+    waiting = set(range(vocabulary_tiles(layout)))
+    for commit in chain[round_of(last) : round_of(back)]:
+        waiting.difference_update(tile for piece in commit.manifest.slices for tile in piece.tile_ids)
+    assert waiting, "its return took longer than all turns"
+    went, returned, committed = (
+        np.concatenate(
+            [shared_values(layout, file)[layout.tiles[tile].start : layout.tiles[tile].stop] for tile in waiting]
+        )
+        for file in (last / "before.safetensors", back / "before.safetensors", last / "after.safetensors")
+    )
+    lead, now = went - committed, returned - committed
+    assert lead @ now > 0.7 * (lead @ lead) > 0, "it went on from there, and not from what is committed"
