@@ -346,9 +346,9 @@ class TrainingLoop:
             self.trainer.use_bases(self.connection.disk.bases.now)
         else:
             new = set(turn.owned) - set(self.trainer.owned)
-            if is_idle:  # from here on the device is free; without work of its own what is carried on is the new state
+            if is_idle:  # from here on the device is free
                 self.trainer.park()
-                carried = None
+                carried = carried if self.config.sync.takes_turns else None  # without turns that is the new state
             if self._is_ahead and is_due:  # what is trained on is not what the run has
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)
                 self._evaluator.evaluate(manifest)

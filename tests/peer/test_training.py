@@ -372,6 +372,37 @@ def test_a_paused_peer_whose_columns_others_have_keeps_nothing_on_the_device(sto
     assert np.array_equal(story.trainer.contribution(0), story.store.version(3).block(0))
 
 
+def test_a_paused_peer_stays_ahead_in_what_has_had_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take over its columns; embedding and head wait for their turn, and it for the end of the pause."""
+    monkeypatch.setattr(f"{StepLimits.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+    story = Story(tmp_path, "sync.vocabulary_rounds=3", "sync.tile_values=64")
+    layout = story.run.layout
+    vocabulary = slice(0, layout.tiles[vocabulary_tiles(layout)].start)
+    for round in range(2, 5):
+        manifest = replace(story.commits[round].manifest, ownership=((PeerId("b"),),) * layout.num_columns)
+        story.commits[round] = replace(story.commits[round], manifest=manifest)
+    parked: list[bool] = []
+    ahead: list[Values] = []
+
+    def on_ready(work: Work) -> None:
+        parked.append(story.trainer.is_parked)
+        ahead.append((story.inputs.block(0) - story.store.version(story.round).block(0))[vocabulary])
+        if story.round == 0:
+            story.pause.toggle()
+        if story.round == 4:
+            story.gate.stop()
+        else:
+            story.commit(counted=True, vocabulary=False)
+
+    story.on_ready = on_ready
+    story.play()
+    assert parked == [False, False, False, True, True]
+    before = ahead[1]
+    assert np.abs(before).max() > 0
+    for later in (*ahead[2:], story.values()[vocabulary] - story.store.version(4).block(0)[vocabulary]):
+        np.testing.assert_allclose(later, before, atol=1e-6)
+
+
 def test_a_pause_of_a_moment_costs_nothing_of_the_round(story: Story) -> None:
     waited: list[float] = []
 
