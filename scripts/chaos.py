@@ -2,6 +2,7 @@
 """Real peers that die, freeze and lose their disks for an hour, and whether every promise was kept.
 
 python scripts/chaos.py --peers 8 --rounds 200 --kill-rate 0.3 --seed 1
+python scripts/chaos.py --peers 5 --rounds 50 sync.codec=int8 sync.overlap=true sync.vocabulary_rounds=5
 
 Exit code 1 where a promise was broken; the folder with all logs is kept then. See docs/reliability.md.
 """
@@ -23,6 +24,7 @@ from tests.swarm.chaos_report import ChaosOptions, report
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--kill-rate", type=float, default=0.3, help="share of rounds that lose a peer")
@@ -31,7 +33,7 @@ def main() -> int:
     parser.add_argument("--steps-per-round", type=int, default=60)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="each inner step sleeps so long: for few cores")
     parser.add_argument("--output", type=Path, help="where all goes; an empty folder")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
     folder = chosen.output or Path(tempfile.mkdtemp(prefix="spes-p2p-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -41,7 +43,7 @@ def main() -> int:
 
     options = ChaosOptions(
         folder, chosen.peers, chosen.rounds, chosen.kill_rate, chosen.seed, chosen.minutes, chosen.steps_per_round,
-        step_seconds=chosen.step_seconds,
+        step_seconds=chosen.step_seconds, overrides=tuple(chosen.other),
     )  # fmt: skip
     found = Chaos(options, say).run()
     print(report(found))

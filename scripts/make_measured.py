@@ -30,6 +30,8 @@ BEGIN, END = "<!-- Made by scripts/make_measured.py. -->", "<!-- The end of what
 PAIRS = {
     "int8": ("int8", "fp32"),
     "int4": ("int4", "fp32"),
+    "ternary-columns": ("columns each round, in ternary", "columns each round"),
+    "ternary-owners-2": ("two owners, in ternary", "two owners"),
     "overlap": ("overlap", "int4"),
     "vocabulary-5": ("vocabulary every 5 rounds", "vocabulary each round"),
     "columns-5": ("int4", "columns each round"),
@@ -44,6 +46,8 @@ PAIRS = {
 WORDS = {
     "int8": "`sync.codec=int8` instead of fp32",
     "int4": "`sync.codec=int4` instead of fp32",
+    "ternary-columns": "`sync.expert_codec=ternary` instead of int4, one owner a column, columns in every round",
+    "ternary-owners-2": "the same with two owners a column",
     "overlap": "`sync.overlap`",
     "vocabulary-5": "embedding and head once in 5 rounds, with 4,096 tokens of vocabulary",
     "columns-5": "columns in one of 5 rounds",

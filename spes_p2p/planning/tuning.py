@@ -1,9 +1,9 @@
 """Which settings of a run suit the links and the memory of its peers, and why: `spes-p2p plan --tune`.
 
 What costs the model least comes first, by what was measured (planning/measured.py), and each step is taken only while
-peers still wait too long: fewer bits, training on while a round is synced, embedding and head in every few rounds,
-columns likewise with guests in between, longer rounds, only the largest changes. Waiting is by `sync_costs`; nothing is
-tried out.
+peers still wait too long: fewer bits, fewer still for columns, training on while a round is synced, embedding and head
+in every few rounds, columns likewise with guests in between, longer rounds, only the largest changes. Waiting is by
+`sync_costs`; nothing is tried out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.load import changed
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.planning.measured import Effect, effects
@@ -157,10 +158,24 @@ def _owners(question: Question, fixed: Collection[str]) -> Choice | None:
 
 def _fewer_bits(config: Config) -> list[Choice]:
     """What rounding loses goes out later."""
-    bits = {"int8": "a quarter of the bytes", "int4": "an eighth of the bytes"}
-    left = {"fp32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}.get(config.sync.codec, ())
+    bits: dict[Codec, str] = {"int8": "a quarter of the bytes", "int4": "an eighth of the bytes"}
+    left: tuple[Codec, ...] = {"fp32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}.get(
+        config.sync.codec, ()
+    )
     left = tuple(codec for codec in left if codec == "int8" or not _is_audited(config))
-    return [Choice((f"sync.codec={codec}", f"sync.expert_codec={codec}"), bits[codec], codec) for codec in left]
+    return [Choice((f"sync.codec={codec}", *_for_columns(config, codec)), bits[codec], codec) for codec in left]
+
+
+def _for_columns(config: Config, codec: Codec) -> tuple[str, ...]:
+    """The same for columns, unless they have fewer bits already."""
+    return (f"sync.expert_codec={codec}",) if bytes_a_value(codec) < bytes_a_value(config.sync.expert_codec) else ()
+
+
+def _coarse_columns(config: Config) -> list[Choice]:
+    """The one owner of a column trains on from its own values: what rounding leaves out it has all the same."""
+    if config.swarm.target_replicas > 1 or config.sync.expert_codec != "int4" or _is_audited(config):
+        return []
+    return [Choice(("sync.expert_codec=ternary",), "columns, which have one owner, in 1.7 bits", "ternary-columns")]
 
 
 def _overlap(config: Config) -> list[Choice]:
@@ -217,7 +232,7 @@ def _sparse(config: Config) -> list[Choice]:
     return [Choice(sparse, "only the largest changes, the rest later: watch the loss", "topk")]
 
 
-SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _columns_seldom, _longer, _sparse
+SAVINGS = _fewer_bits, _coarse_columns, _overlap, _vocabulary_seldom, _columns_seldom, _longer, _sparse
 """By the loss that each costs for what it saves."""
 
 

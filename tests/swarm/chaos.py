@@ -1,4 +1,4 @@
-"""A long run of real peers of which every few rounds some die, freeze or lose their disk; and what came of it.
+"""A long run of real peers of which every few rounds some die, freeze, leave or lose their disk; and what came of it.
 
 `Chaos` breaks, as drawn by a seed, and measures while the swarm runs; `chaos_report` compares that with the promises.
 The first peer is never hurt: it is the witness whose memory is watched. Nobody else is spared, the bootstrap node
@@ -78,6 +78,7 @@ class Chaos:
         self._lives: list[Life] = []
         self._back_at: dict[str, tuple[int, bool]] = {}
         self._thaw_at: dict[str, float] = {}
+        self._leaving: set[str] = set()
         self._meeting: list[str] = []
         """What peers that come back are told besides the bootstrap node: where the witness is."""
         self._findings = Findings(options)
@@ -88,6 +89,7 @@ class Chaos:
             f"swarm.min_peers={options.peers}",
             f"swarm.experts_per_peer={max(1, -(-16 // options.peers))}",
             "swarm.target_replicas=2",
+            *options.overrides,
         )
 
     def run(self) -> Findings:
@@ -146,6 +148,7 @@ class Chaos:
             faults.append(Fault(INNER_STEP, SLOW, times=0, seconds=self._options.step_seconds))
         arguments = [*self._meeting, *LOCAL]
         self._swarm.peer(name, data, arguments, faults=faults)
+        self._leaving.discard(name)
         self._lives.append(Life(name, time.time()))
 
     def _tend(self, round: int, data: Path) -> None:
@@ -159,7 +162,8 @@ class Chaos:
             process = self._swarm.processes[life.name]
             if life.ended is None and process.exit_code is not None:
                 life.ended, life.killed = time.time(), process.exit_code == -signal.SIGKILL
-                if not life.killed:
+                has_left = life.name in self._leaving and process.exit_code == 0
+                if not (life.killed or has_left):
                     words = f"{life.name} ended by itself with {process.exit_code}; {process.last_words()}"
                     self._findings.problems.append(words)
                 self._back_at.setdefault(life.name, (round + self._rng.choice((0, 1, 1, 2, 4)), False))
@@ -191,14 +195,18 @@ class Chaos:
             self._kill(able[:1], share)
             self._back_at.update(dict.fromkeys(able[:1], (round + 1, True)))
             self._note("its disk is lost with it")
-        elif able:
+        elif able and kind < 0.95:
             self._swarm.processes[able[0]].freeze()
             self._thaw_at[able[0]] = time.monotonic() + 5 + 20 * share
             self._note(f"{able[0]} freezes for {5 + 20 * share:.0f} s")
+        elif able:
+            self._swarm.processes[able[0]].send(signal.SIGTERM)
+            self._leaving.add(able[0])
+            self._note(f"{able[0]} is asked to leave")
 
     def _votes(self, name: str) -> bool:
-        """Whether it is awake, and has been in for long enough to be an elector again."""
-        if name not in self._up() or name in self._thaw_at:
+        """Whether it is awake and stays, and has been in for long enough to be an elector again."""
+        if name not in self._up() or name in self._thaw_at or name in self._leaving:
             return False
         began = next(life.began for life in reversed(self._lives) if life.name == name)
         rounds = sum(at >= began and isinstance(event, Round) for at, event in self._swarm.processes[name].seen)

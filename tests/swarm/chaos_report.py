@@ -34,6 +34,8 @@ class ChaosOptions:
     steps_per_round: int = 60
     heartbeat_seconds: float = 0.5
     step_seconds: float = 0.0
+    overrides: tuple[str, ...] = ()
+    """Of the run's config."""
 
 
 @dataclass(frozen=True)
