@@ -159,10 +159,8 @@ def _owners(question: Question, fixed: Collection[str]) -> Choice | None:
 def _fewer_bits(config: Config) -> list[Choice]:
     """What rounding loses goes out later."""
     bits: dict[Codec, str] = {"int8": "a quarter of the bytes", "int4": "an eighth of the bytes"}
-    left: tuple[Codec, ...] = {"fp32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}.get(
-        config.sync.codec, ()
-    )
-    left = tuple(codec for codec in left if codec == "int8" or not _is_audited(config))
+    fewer: dict[Codec, tuple[Codec, ...]] = {"fp32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}
+    left = [codec for codec in fewer.get(config.sync.codec, ()) if codec == "int8" or not _is_audited(config)]
     return [Choice((f"sync.codec={codec}", *_for_columns(config, codec)), bits[codec], codec) for codec in left]
 
 
