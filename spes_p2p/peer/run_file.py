@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.load import bundled_config, changed, config_from_text, load_config
 from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.data.loader import check_enough, open_dataset
@@ -34,7 +35,8 @@ DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "
 FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
 """What keeps a run going right while one peer in five lies (docs/security.md)."""
 UNTRIED_WITH_AUDITS = ("model.guest_rank=0", "sync.vocabulary_rounds=1")
-"""Guests' changes cannot be made again; whether work can be judged where vocabulary takes turns nobody has measured."""
+"""Guests' changes cannot be made again; how well work can be judged where vocabulary takes turns is hardly known."""
+COARSEST_AUDITED: Codec = "int8"
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     """
     check_is_new(path)
     template = bundled_config(run.template)
-    defences = (*FOR_STRANGERS, *UNTRIED_WITH_AUDITS) if run.strangers else ()
+    defences = _defences(load_config(template)) if run.strangers else ()
     guests = guest_overrides(load_config(template), run.guest_rank)
     given = [*_overrides(run), *defences, *guests, *run.overrides]
     words = list[str]()
@@ -114,6 +116,13 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     keys = (*chosen_keys(template), *DECIDED, *asked, *keys_of(defences), *keys_of(tuned))
     path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config, node)))
+
+
+def _defences(template: Config) -> tuple[str, ...]:
+    """For a run of strangers; with a coarse codec nobody could audit."""
+    codecs, least = {"codec": template.sync.codec, "expert_codec": template.sync.expert_codec}, COARSEST_AUDITED
+    coarse = [field for field, codec in codecs.items() if bytes_a_value(codec) < bytes_a_value(least)]
+    return (*FOR_STRANGERS, *UNTRIED_WITH_AUDITS, *(f"sync.{field}={least}" for field in coarse))
 
 
 def _overrides(run: NewRun) -> list[str]:

@@ -1,9 +1,9 @@
 """Which settings of a run suit the links and the memory of its peers, and why: `spes-p2p plan --tune`.
 
 What costs the model least comes first, by what was measured (planning/measured.py), and each step is taken only while
-peers still wait too long: fewer bits, fewer still for columns, training on while a round is synced, embedding and head
-in every few rounds, columns likewise with guests in between, longer rounds, only the largest changes. Waiting is by
-`sync_costs`; nothing is tried out.
+peers still wait too long: fewer bits, training on while a round is synced, embedding and head in every few rounds, even
+fewer bits for columns, columns in every few rounds with guests in between, longer rounds, only the largest changes.
+Waiting is by `sync_costs`; nothing is tried out.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MUCH_VOCABULARY = 1 / 4
 """Of the shared parameters: from there on it is worth a setting of its own."""
 MOST_STEPS = 500
 """Inner steps between two syncs: DiLoCo (arXiv 2311.08105) goes that far."""
+COARSE = ("sync.expert_codec=ternary",)
 TOY_SECONDS = 0.1
 """A round in which a machine trains less than this is of a toy, which no setting makes fit for slow links."""
 TUNE_FIX = "give --uplink 20Mbit --downlink 100Mbit, and --gpu RTX4090 or --tokens-per-second N"
@@ -170,10 +171,12 @@ def _for_columns(config: Config, codec: Codec) -> tuple[str, ...]:
 
 
 def _coarse_columns(config: Config) -> list[Choice]:
-    """The one owner of a column trains on from its own values: what rounding leaves out it has all the same."""
-    if config.swarm.target_replicas > 1 or config.sync.expert_codec != "int4" or _is_audited(config):
+    """The one owner of a column goes on from its own values, which have all that rounding leaves out; two do not."""
+    if config.sync.expert_codec != "int4" or _is_audited(config):
         return []
-    return [Choice(("sync.expert_codec=ternary",), "columns, which have one owner, in 1.7 bits", "ternary-columns")]
+    alone = Choice(COARSE, "columns in 1.7 bits: their owner goes on from its own values", "ternary-columns")
+    paired = Choice(COARSE, "columns in 1.7 bits; what rounding leaves out follows later", "ternary-owners-2")
+    return {1: [alone], 2: [paired]}.get(config.swarm.target_replicas, [])
 
 
 def _overlap(config: Config) -> list[Choice]:
@@ -230,7 +233,7 @@ def _sparse(config: Config) -> list[Choice]:
     return [Choice(sparse, "only the largest changes, the rest later: watch the loss", "topk")]
 
 
-SAVINGS = _fewer_bits, _coarse_columns, _overlap, _vocabulary_seldom, _columns_seldom, _longer, _sparse
+SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _coarse_columns, _columns_seldom, _longer, _sparse
 """By the loss that each costs for what it saves."""
 
 

@@ -213,6 +213,7 @@ def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.Monk
     config = load_config(tmp_path / "open.yaml")
     chosen = (config.sync.aggregate, config.swarm.faults, config.swarm.electors, config.model.guest_rank)
     assert chosen == ("clip", "byzantine", "vouched", 0)
+    assert (config.sync.codec, config.sync.expert_codec) == ("int8", "int8"), "as coarse as audits can be"
     assert config.sync.vocabulary_rounds == 1, "nobody has tried how well audits do where vocabulary takes turns"
     assert can_be_audited(config, state_layout(config))
     answer = spes_p2p("run", "init", "--name", "coarse", *flags, "--guest-rank", "16")

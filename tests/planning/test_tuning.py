@@ -47,7 +47,9 @@ def test_the_first_rounds_stay_short_and_columns_have_two_owners() -> None:
     assert found.config.sync.steps_per_round == ((100, 5), (300, 10), (0, 50))
     assert found.config.swarm.target_replicas == 2
     assert found.config.sync.vocabulary_rounds == 5
-    assert (found.config.model.guest_rank, found.config.sync.codec, found.config.sync.overlap) == (16, "int4", True)
+    assert (found.config.sync.codec, found.config.sync.expert_codec) == ("int4", "ternary")
+    assert found.config.sync.overlap
+    assert (found.config.model.guest_rank, found.config.sync.expert_rounds) == (0, 1), "it is enough without"
 
 
 def test_a_run_of_strangers_keeps_what_audits_need() -> None:
@@ -63,14 +65,40 @@ def test_a_run_of_strangers_keeps_what_audits_need() -> None:
 def test_what_costs_the_model_least_comes_first() -> None:
     """As far as the measurements can tell settings apart."""
     measured = effects()
-    order = ["int8", "int4", "overlap", "vocabulary-5", "columns-5-guests", "longer-2", "longer-4", "topk"]
+    order = [
+        "int8", "int4", "overlap", "vocabulary-5", "ternary-columns", "columns-5-guests", "longer-2", "longer-4",
+        "topk",
+    ]  # fmt: skip
     for earlier, later in pairwise(order):
         assert measured[earlier].percent <= measured[later].percent + (measured[later].half_interval or 0.0)
-    found = tune(question("small"))
+    found = tune(question("small", link=Link(2 * MBIT, 10 * MBIT)))
     assert found is not None
     told = {step.overrides[0]: step.effect for step in found.steps}
     assert told["sync.codec=int4"] == measured["int4"]
-    assert told["sync.expert_rounds=2"] is None, "with guests it was not measured"
+    assert told["sync.expert_rounds=10"] is None, "with guests it was not measured"
+    assert found.config.model.guest_rank == 16
+
+
+@pytest.mark.parametrize(("owners", "measured"), [(1, "ternary-columns"), (2, "ternary-owners-2"), (3, None)])
+def test_columns_get_fewer_bits_where_that_was_measured(owners: int, measured: str | None) -> None:
+    asked = question("small")
+    config = changed(asked.config, (f"swarm.target_replicas={owners}", "swarm.experts_per_peer=6"))
+    found = tune(replace(asked, config=config), owners=False)
+    assert found is not None
+    told = {step.overrides[0]: step.effect for step in found.steps}
+    if measured is None:
+        assert found.config.sync.expert_codec == "int4"
+    else:
+        assert found.config.sync.expert_codec == "ternary"
+        assert told["sync.expert_codec=ternary"] == effects()[measured]
+
+
+def test_columns_that_have_fewer_bits_keep_them() -> None:
+    asked = question("small")
+    config = changed(asked.config, ("sync.expert_codec=ternary",))
+    found = tune(replace(asked, config=config))
+    assert found is not None
+    assert (found.config.sync.codec, found.config.sync.expert_codec) == ("int4", "ternary")
 
 
 def test_what_is_fixed_stays() -> None:
