@@ -2,8 +2,8 @@
 
 What costs the model least comes first, by what was measured (planning/measured.py), and each step is taken only while
 peers still wait too long: fewer bits, training on while a round is synced, embedding and head in every few rounds, even
-fewer bits for columns, columns in every few rounds with guests in between, longer rounds, only the largest changes.
-Waiting is by `sync_costs`; nothing is tried out.
+fewer bits for columns, columns in every few rounds with guests in between, even fewer bits for all, longer rounds, only
+the largest changes. Waiting is by `sync_costs`; nothing is tried out.
 """
 
 from __future__ import annotations
@@ -213,6 +213,13 @@ def _columns_seldom(config: Config) -> list[Choice]:
     ]
 
 
+def _coarse_shared(config: Config) -> list[Choice]:
+    """Of these everybody loses what rounding leaves out, until it follows."""
+    if (config.sync.codec, config.sync.expert_codec) != ("int4", "ternary") or _is_audited(config):
+        return []
+    return [Choice(("sync.codec=ternary",), "all in 1.7 bits; what rounding leaves out follows later", "ternary")]
+
+
 def _longer(config: Config) -> list[Choice]:
     """The first rounds of a run stay as short as they are."""
     steps, ramp = steps_per_round_at(config, config.scheduler.total_steps), config.sync.steps_per_round
@@ -233,7 +240,7 @@ def _sparse(config: Config) -> list[Choice]:
     return [Choice(sparse, "only the largest changes, the rest later: watch the loss", "topk")]
 
 
-SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _coarse_columns, _columns_seldom, _longer, _sparse
+SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _coarse_columns, _columns_seldom, _coarse_shared, _longer, _sparse
 """By the loss that each costs for what it saves."""
 
 
