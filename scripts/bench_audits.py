@@ -160,10 +160,10 @@ def replay_costs() -> None:
     print("| config | sent by a peer a round, GB | one point, GB | one auditor may replay one peer's steps |")
     print("| --- | --- | --- | --- |")
     for name in ("home", "spes-1b", "spes-7b"):
-        fine = (
-            ["sync.codec=int8", "sync.expert_codec=int8"] if name == "home" else []
-        )  # as `run init --strangers` has it
-        config = load_config(config_path(Path(name)), ["model.guest_rank=0", "sync.expert_rounds=1", *fine])
+        overrides = ["model.guest_rank=0", "sync.expert_rounds=1"]
+        if name == "home":  # as `run init --strangers` has it
+            overrides += ["sync.codec=int8", "sync.expert_codec=int8"]
+        config = load_config(config_path(Path(name)), overrides)
         layout, owned, peers = state_layout(config), config.swarm.experts_per_peer, config.swarm.min_peers
         shared, column = (sum(map(layout.wire_bytes, layout.tiles_of(block))) for block in (0, 1))
         sent = 2 * (peers - 1) / peers * shared + owned * column

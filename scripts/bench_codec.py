@@ -38,7 +38,11 @@ from spes_p2p.train.trainer import Trainer
 
 Values = NDArray[np.float32]
 TILE = 2**20
-BLOCKS: dict[Codec, tuple[int, ...]] = {"int8": (32, 64, 128, 256, 1024), "int4": (16, 32, 64, 128)}
+BLOCKS: dict[Codec, tuple[int, ...]] = {
+    "int8": (32, 64, 128, 256, 1024),
+    "int4": (16, 32, 64, 128),
+    "ternary": (64, 128, 256),
+}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
@@ -151,13 +152,14 @@ class Resumed:
     ) -> RebasedState | None:
         """The state of `tip` plus the restored trainer's lead in what has had no turn since the checkpoint.
 
-        None where nothing takes turns, if the checkpoint belongs to another history, or if it holds work that no round
-        counted and whose data was leased to others. With overlap every checkpoint holds such work and is used all the
-        same: repeating a few steps of data is a smaller loss than dropping the rest.
+        None where nothing takes turns, for a peer whose work does not count as yet, if the checkpoint belongs to
+        another history, or if it holds work that no round counted and whose data was leased to others. With overlap
+        every checkpoint holds such work and is used all the same: repeating a few steps of data is a smaller loss than
+        dropping the rest.
         """
         if not sync.takes_turns or (self.uncounted.tokens and not sync.overlap):
             return None
-        if self.round > tip.round or not disk.chain.has(self.manifest, self.round):
+        if me in weightless(tip.members) or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
         then = disk.chain.commit(self.round).manifest.ownership
         columns = [

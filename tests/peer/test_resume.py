@@ -16,6 +16,7 @@ from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.membership import FEWEST_AUDITORS, PROBATION
 from spes_p2p.consensus.messages import (
     Commit,
 )
@@ -271,6 +272,11 @@ def test_uncounted_work_or_that_of_another_history_does_not(tmp_path: Path) -> N
 
     assert ahead() is None
     assert ahead(overlap=True) is not None, "or each checkpoint would have nothing"
+    known = tip.manifest
+    others = [replace(known.members[0], peer=PeerId(f"voter {n}")) for n in range(FEWEST_AUDITORS)]
+    tip.manifest = replace(known, members=(replace(known.members[0], peer=A, probation=PROBATION), *others))
+    assert ahead(overlap=True) is None, "who is on probation begins with what was committed"
+    tip.manifest = known
     stranger = replace(life.commits[2].manifest, step=7)
     life.saver(stranger, life.store.version(0), Uncounted())
     assert ahead() is None
