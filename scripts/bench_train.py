@@ -11,7 +11,7 @@ load-balancing loss, gradients clipped. A step is --micro-batches micro-batches 
 values. MFU counts the arithmetic that a row needs (`planning.sizes.flops_per_token`: weight gradients of owned experts
 alone, nothing that is recomputed) over the GPU's dense bf16 peak. A row that does not fit says so.
 Times are medians. Without a GPU, and with --tiny, a small shape runs on the CPU, for the comparison alone. --json: one
-object a row. --profile N: instead of the time of a step, the N kernels that take most of it.
+object a row. --profile N: after the time of a step also the N kernels that take most of it.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ def main() -> int:
             "micro_batch_sequences": config.optimizer.micro_batch_sequences, "planned_bytes": planned,
         }  # fmt: skip
         try:
+            step = build()
+            found |= _row(config, columns, step, device, peak, arguments.repeats)
             if arguments.profile:
-                found["top"] = profiled(build(), device)[: arguments.profile]
-            else:
-                found |= _row(config, columns, build, device, peak, arguments.repeats)
+                top = profiled(step, device)
+                found |= {"busy_milliseconds": sum(took for _, took, _ in top), "top": top[: arguments.profile]}
         except torch.OutOfMemoryError:
             found["failed"] = "out of memory"
         except (ConfigError, ImportError, RuntimeError, TypeError, ValueError) as error:
@@ -148,9 +149,9 @@ def _let_experts_run_in_bf16() -> None:
 
 
 def _row(
-    config: Config, owned: int, build: Callable[[], Step], device: torch.device, peak_flops: float | None, repeats: int
+    config: Config, owned: int, step: Step, device: torch.device, peak_flops: float | None, repeats: int
 ) -> dict[str, Any]:
-    measured = measure(build(), device, repeats)
+    measured = measure(step, device, repeats)
     speed = config.optimizer.batch_sequences * config.data.sequence_length / measured.seconds
     used = speed * flops_per_token(config.model, config.data.sequence_length, owned)
     return {
@@ -163,12 +164,14 @@ def _line(found: dict[str, Any]) -> str:
     label = f"{found['what']:34}"
     if "failed" in found:
         return f"{label}{found['failed']}"
-    if "top" in found:
-        return "\n".join([label, *(f"{took:10.3f} ms {calls:6} x {name}" for name, took, calls in found["top"])])
     mfu = f"{found['mfu']:7.1%}" if found["mfu"] else f"{'-':>7}"
     sizes = found["peak_bytes"], found["planned_bytes"]
     peak, planned = (f"{size / GIB:.2f}" if found["peak_bytes"] else "-" for size in sizes)
-    return f"{label}{found['tokens_per_second']:10,.0f}{found['milliseconds']:10.1f}{mfu}{peak:>10}{planned:>9}"
+    line = f"{label}{found['tokens_per_second']:10,.0f}{found['milliseconds']:10.1f}{mfu}{peak:>10}{planned:>9}"
+    if "top" in found:
+        line += f"\n{found['busy_milliseconds']:10.3f} ms of a step in kernels; most of it:"
+        line += "".join(f"\n{took:10.3f} ms {calls:6} x {name}" for name, took, calls in found["top"])
+    return line
 
 
 def _config(arguments: argparse.Namespace, device: torch.device) -> Config:
