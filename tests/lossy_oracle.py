@@ -7,7 +7,6 @@ gives, so results are compared bit for bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,8 +119,6 @@ class Ledger:
     decay: float = 1.0
     audited: bool = False
     """Reducers take their own values as others get them, and keep nothing of a mean, but for their own columns."""
-    preserves_norm: bool = False
-    """The mean change of a slice of a column is as large as its contributors' changes are, on average."""
 
     def round(self, parent: Any, child: Any, before: Mapping[int, Values], brought: Mapping[Any, Any]) -> list[Values]:
         """The blocks after manifest `child`, before its merge, from the blocks `before`.
@@ -132,17 +129,13 @@ class Ledger:
         weights = {entry.peer: entry.tokens for entry in child.roster}
         for piece in child.slices:
             sole = piece.block > 0 and parent.ownership[piece.block - 1] == (piece.reducer,)
-            exact, shares = "" if self.audited and not sole else piece.reducer, [weights[p] for p in piece.contributors]
-            found = []
             for tile_id in range(piece.first_tile, piece.first_tile + piece.tiles):
                 block, start, stop = self.tiles[tile_id]
-                old = before[block][start:stop]
+                part = slice(start, stop)
+                old = before[block][part]
+                exact = "" if self.audited and not sole else piece.reducer
                 values = [self._heard(peer, exact, tile_id, old, brought) for peer in piece.contributors]
-                found.append((tile_id, block, slice(start, stop), old, values))
-            scale = self._scale([(old, values) for *_, old, values in found], shares) if piece.block > 0 else None
-            for tile_id, block, part, old, values in found:
-                mean = self._mean(values, shares)
-                mean = mean if scale is None else (mean - old) * scale + old
+                mean = self._mean(values, [weights[peer] for peer in piece.contributors])
                 after[block][part] = self._handed_out(piece, tile_id, mean, old, sole)
         self._follow(parent.ownership, child.ownership)
         return after
@@ -195,18 +188,6 @@ class Ledger:
         for value, weight in zip(values[1:], weights[1:], strict=True):
             mean = mean + value * np.float32(weight / sum(weights))
         return mean
-
-    def _scale(self, slices: Sequence[tuple[Values, Sequence[Values]]], weights: Sequence[int]) -> np.float32 | None:
-        """By what a column's mean change is multiplied; `slices`: of each tile what was before, and all values."""
-        if not self.preserves_norm or len(weights) == 1:
-            return None
-        old = np.concatenate([before for before, _ in slices]).astype(np.float64)
-        each = [np.concatenate([values[at] for _, values in slices]) for at in range(len(weights))]
-        have = float(np.linalg.norm(self._mean(each, weights) - old))
-        norms = [float(np.linalg.norm(values - old)) for values in each]
-        wanted = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / sum(weights)
-        most = sum(weights) / math.sqrt(sum(weight**2 for weight in weights))
-        return np.float32(min(wanted / have, most)) if 0 < have < wanted else None
 
     def _handed_out(self, piece: Any, tile_id: int, mean: Values, before: Values, sole: bool) -> Values:
         codec = self.codecs[piece.block]

@@ -4,9 +4,7 @@ Written from the formulas and the byte order of the protocol alone; it shares no
 dict of tensors under Hugging Face names. `round_result` computes one round, `check_dumps` holds the folders that
 `join --dump-rounds` writes against it.
 
-    shared <- sum_p w_p x_p / sum_p w_p over a slice's contributors; a column: the same over its owners among them, or
-              with sync.preserve_norm before + s (mean - before), s |mean - before| = sum_p w_p |x_p - before| / sum w,
-              or less: s <= sum w / sqrt(sum w^2)
+    shared <- sum_p w_p x_p / sum_p w_p over a slice's contributors; a column: the same over its owners among them
     step   <- step + (2 a + b) // (2 b), a = sum_p w_p n_p, b = sum_p w_p
     outer optimizer, where there is one, on what the slices cover: d = mean - before, v <- momentum v + d,
               x <- before + lr (d + momentum v); else x <- mean
@@ -142,17 +140,16 @@ def round_result(
     tile_values: int | None = None,
     outer: Mapping[str, Outer] | None = None,
     clips: bool = False,
-    preserves_norm: bool = False,
 ) -> dict[str, NDArray[np.float64]]:
     """The state after a round. `committed` is the state before; a tensor may be missing there if the round brings it.
 
-    `tile_values` is only needed where slices of one block have different contributors, with `clips`, or with
-    `preserves_norm`. With `outer`, that of "shared" and "columns", `committed` holds the momentum of every tensor too.
+    `tile_values` is only needed where slices of one block have different contributors, or with `clips`. With `outer`,
+    that of "shared" and "columns", `committed` holds the momentum of every tensor too.
     """
     after = {name: np.array(value, np.float64) for name, value in committed.items()}
     for block in sorted({piece.block for piece in slices}):
         pieces = [piece for piece in slices if piece.block == block]
-        means = _block_result(peers, pieces, committed, tile_values, clips, preserves_norm and block > 0)
+        means = _block_result(peers, pieces, committed, tile_values, clips)
         which = "columns" if block else "shared"
         after.update(means if outer is None else outer_step(means, committed, outer[which]))
     return merged(after, alpha, top_k) if alpha > 0 else after
@@ -171,9 +168,8 @@ def outer_step(means: Tensors, committed: Tensors, outer: Outer) -> dict[str, ND
 
 
 def _block_result(
-    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None, clips: bool,
-    preserves_norm: bool = False,
-) -> dict[str, NDArray[np.float64]]:  # fmt: skip
+    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None, clips: bool
+) -> dict[str, NDArray[np.float64]]:
     block, everybody = pieces[0].block, set().union(*(piece.contributors for piece in pieces))
     some = next(peer for peer in peers if peer.peer in everybody)
     names = [name for name in in_order(some.before) if block_of(name) == block]
@@ -184,7 +180,7 @@ def _block_result(
     known = all(name in committed for name in names)
     result = _flat(committed, names) if known else np.full(size, np.nan)
     is_whole = tile_values is None or sum(piece.tiles for piece in pieces) * tile_values >= size
-    if not clips and not preserves_norm and is_whole and len({piece.contributors for piece in pieces}) == 1:
+    if not clips and is_whole and len({piece.contributors for piece in pieces}) == 1:
         result[:] = mean_of(flat, weights, pieces[0].contributors, slice(0, size))
     else:
         assert tile_values is not None, f"slices of block {block} have different contributors: the tile size is needed"
@@ -195,14 +191,7 @@ def _block_result(
             at = (piece.first_tile - start) * tile_values
             part = slice(at, min(at + piece.tiles * tile_values, size))
             centre = result[part] if clips and len(piece.contributors) > 2 else None
-            before = result[part].copy()
             result[part] = mean_of(flat, weights, piece.contributors, part, centre)
-            if preserves_norm:
-                w = np.array([weights[name] for name in piece.contributors], np.float64)
-                norms = [np.linalg.norm(flat[name][part] - before) for name in piece.contributors]
-                change = result[part] - before
-                ratio = np.average(norms, weights=w) / max(float(np.linalg.norm(change)), 1e-300)
-                result[part] = before + change * min(ratio, w.sum() / np.linalg.norm(w))
     return _tensors(result, names, shapes)
 
 
@@ -324,17 +313,7 @@ def check_dumps(directory: Path, tile_values: int | None = None, complete: float
 def _check_agreement(round: int, dumps: Mapping[str, Dump], tile_values: int | None) -> None:
     first = next(iter(dumps.values()))
     for dump in dumps.values():
-        for key in (
-            "model_hash",
-            "step",
-            "roster",
-            "slices",
-            "merge_alpha",
-            "merge_top_k",
-            "codec",
-            "outer",
-            "preserve_norm",
-        ):
+        for key in ("model_hash", "step", "roster", "slices", "merge_alpha", "merge_top_k", "codec", "outer"):
             same = dump.about[key] == first.about[key]
             assert same, f"round {round}: {key} is {dump.about[key]} at {dump.peer}, {first.about[key]} at {first.peer}"
         for name, value in first.after.items():
@@ -367,10 +346,7 @@ def _check_round(round: int, dumps: Mapping[str, Dump], earlier: Dump | None, ti
     outer = None if about["outer"] is None else {kind: Outer(**step) for kind, step in about["outer"].items()}
     if outer is not None and not committed:
         return lacking  # nobody knows the momentum before
-    result = round_result(
-        peers, slices, committed, about["merge_alpha"], about["merge_top_k"], tile_values, outer,
-        preserves_norm=about["preserve_norm"],
-    )  # fmt: skip
+    result = round_result(peers, slices, committed, about["merge_alpha"], about["merge_top_k"], tile_values, outer)
     if result:
         check_equal(after, result, f"round {round}")
     return lacking

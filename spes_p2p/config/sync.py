@@ -69,11 +69,6 @@ class SyncConfig(Section):
         "than twice the median peer; it needs three contributors, else it is the mean.",
         "mean",
     )
-    preserve_norm: bool = agreed(
-        "Scale what owners have changed in a column, on average, up to the mean size of their changes: changes that "
-        "point different ways have a smaller mean. For columns with several owners (not with aggregate: clip).",
-        False,
-    )
     audited_share: float = agreed(
         "Of the slices of a round, how many somebody makes again to check the reducer (with aggregate: clip). "
         "Audits of who trained take at most three eighths of that share of a round's training and bytes.",
@@ -127,12 +122,6 @@ class SyncConfig(Section):
                 f"sync.outer is {self.outer}, whose steps are alike for all shared parameters, but "
                 f"sync.vocabulary_rounds is {self.vocabulary_rounds}",
                 fix="set sync.vocabulary_rounds=1, or sync.outer=none",
-            )
-        if self.preserve_norm and self.aggregate != "mean":
-            raise ConfigError(
-                "sync.preserve_norm goes by how large contributors' changes are, which one that lies can choose; "
-                f"sync.aggregate is {self.aggregate}",
-                fix="set sync.preserve_norm=false, or sync.aggregate=mean",
             )
         return self
 

@@ -81,8 +81,6 @@ class RunRules:
     """Those that are averaged more seldom than that."""
     outer: tuple[float, float, int] | None = None
     """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, if there is one."""
-    preserves_norm: bool = False
-    """A column's mean change is as large as its owners' changes are, on average."""
     clips: bool = False
     """No contribution counts for much more than others do, nor pulls a mean far from where they are."""
     audited_share: float = 0.0

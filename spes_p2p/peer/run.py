@@ -196,9 +196,8 @@ def _train(
     if options.dump_rounds is not None:
         rules = connection.driver.core.state.rules
         dump = RoundDump(
-            options.dump_rounds, connection.layout, me, config.sync.merge_top_k,
-            lambda tip: outer_steps(rules, tip), rules.preserves_norm,
-        )  # fmt: skip
+            options.dump_rounds, connection.layout, me, config.sync.merge_top_k, lambda tip: outer_steps(rules, tip)
+        )
     loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.until_round, pause))
     restored = _restore(resumed, tip, me, learning)
     values_ahead = None

@@ -34,7 +34,7 @@ DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "
 """What nobody can change once a run has begun, and many an organiser wants to know of."""
 FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
 """What keeps a run going right while one peer in five lies (docs/security.md)."""
-UNTRIED_WITH_AUDITS = ("model.guest_rank=0", "sync.vocabulary_rounds=1", "sync.preserve_norm=false")
+UNTRIED_WITH_AUDITS = ("model.guest_rank=0", "sync.vocabulary_rounds=1")
 """Guests' changes cannot be made again; how well work can be judged where vocabulary takes turns is hardly known."""
 COARSEST_AUDITED: Codec = "int8"
 

@@ -33,7 +33,6 @@ class RoundDump:
     _merge_top_k: int
     _outer: Callable[[Manifest], OuterSteps | None] = lambda parent: None
     """The steps of the outer optimizer on top of a manifest."""
-    _preserves_norm: bool = False
 
     def __post_init__(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -87,7 +86,6 @@ class RoundDump:
             "merge_top_k": self._merge_top_k,
             "codec": self._layout.codec_of(0),
             "expert_codec": self._layout.codec_of(1),
-            "preserve_norm": self._preserves_norm,
             "outer": None if outer is None else dataclasses.asdict(outer),
             "model_hash": manifest.state_root.hex(),
         }

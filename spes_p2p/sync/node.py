@@ -195,7 +195,6 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         fragments=sync.fragments,
         vocabulary=vocabulary_of(layout, sync),
         outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
-        preserves_norm=sync.preserve_norm,
         clips=sync.aggregate == "clip",
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
         trial_sequences=trial_sequences(config),

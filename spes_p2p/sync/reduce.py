@@ -1,4 +1,4 @@
-"""The arithmetic of one slice: who is fit to contribute, and their mean.
+"""The arithmetic of one slice: who is fit to contribute, and the weighted mean.
 
 Plain fp32 on the host, in roster order; only the reducer computes it, everyone else takes its bytes. Needs no network.
 """
@@ -69,30 +69,6 @@ def weighted_mean(values: Sequence[Values], weights: Sequence[float], into: Valu
     return mean
 
 
-def norm_preserving_mean(
-    values: Sequence[Values], before: Values, weights: Sequence[float], into: Values | None = None
-) -> Values:
-    """before + s * (mean - before), with the shares u of the weights:
-
-        s = min(sum_p u_p |x_p - before| / |mean - before|, 1 / sqrt(sum_p u_p^2)), at least 1
-
-    So the mean change is as large as the changes are, on average, but for those that point against each other: s is
-    never more than it would be for changes of one size at right angles. `into`: as in `weighted_mean`.
-    """
-    if len(values) == 1:
-        return values[0]
-    shares = [weight / sum(weights) for weight in weights]
-    wanted = sum(share * _exact_norm(array, before) for array, share in zip(values, shares, strict=True))
-    mean = weighted_mean(values, weights, into)
-    have = _exact_norm(mean, before)
-    if not 0 < have < wanted:
-        return mean
-    scale = min(wanted / have, 1 / math.sqrt(sum(share * share for share in shares)))
-    change = np.subtract(mean, before, out=mean)
-    np.multiply(change, np.float32(scale), out=change)
-    return np.add(change, before, out=change)
-
-
 def parts_of(array: Values) -> Iterator[slice]:
     """What of a long array is worked on at once."""
     return (slice(at, at + _AT_ONCE) for at in range(0, len(array), _AT_ONCE))
@@ -104,15 +80,6 @@ def _is_finite(array: Values) -> bool:
 
 def _is_beyond(array: Values, largest: float) -> bool:
     return any(np.abs(array[part]).max() > largest for part in parts_of(array))
-
-
-def _exact_norm(array: Values, base: Values) -> float:
-    """Of the change, in fp64: finite for all finite values."""
-    square = 0.0
-    for part in parts_of(array):
-        change = np.subtract(array[part], base[part], dtype=np.float64)
-        square += float(np.dot(change, change))
-    return math.sqrt(square)
 
 
 def _norm(array: Values, base: Values) -> float:

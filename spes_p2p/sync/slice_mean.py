@@ -18,7 +18,7 @@ from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.state.version import DTYPE
 from spes_p2p.sync.clipping import clipped_mean, opposed
 from spes_p2p.sync.coding import changed_values
-from spes_p2p.sync.reduce import LARGEST_ENCODED, norm_preserving_mean, screen, weighted_mean
+from spes_p2p.sync.reduce import LARGEST_ENCODED, screen, weighted_mean
 
 
 def parts_of(tiles: Sequence[Tile]) -> list[slice]:
@@ -44,7 +44,7 @@ def unfit(
     found: Mapping[PeerId, Values], before: Values,
 ) -> dict[PeerId, str]:  # fmt: skip
     """Whose values stay out of the mean, each with the reason."""
-    bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips or rules.preserves_norm
+    bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips
     steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in roster.items()}
     if rules.clips:
         steps = dict.fromkeys(roster, 1)  # claims are not to be believed
@@ -59,16 +59,7 @@ def unfit(
 def mean_of(
     rules: RunRules, values: Sequence[Values], before: Values, tokens: Sequence[int], into: Values | None = None
 ) -> Values:
-    """As the run averages; see `clipped_mean` and `weighted_mean`, and for columns `column_mean`."""
+    """As the run averages; see `clipped_mean` and `weighted_mean`."""
     if rules.clips:
         return clipped_mean(values, before, tokens, into)
     return weighted_mean(values, tokens, into)
-
-
-def column_mean(
-    rules: RunRules, values: Sequence[Values], before: Values, tokens: Sequence[int], into: Values | None = None
-) -> Values:
-    """The same for what owners send of a column; see `norm_preserving_mean`."""
-    if rules.preserves_norm:
-        return norm_preserving_mean(values, before, tokens, into)
-    return mean_of(rules, values, before, tokens, into)

@@ -34,7 +34,7 @@ from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coor
 from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.slice_mean import column_mean, mean_of, parts_of, sent_values, unfit
+from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit
 from spes_p2p.sync.surroundings import PeerContext
 from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import pack
@@ -333,8 +333,7 @@ class TensorSlice:
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        average = column_mean if self._piece.block else mean_of
-        mean = average(self._rules, [found[peer] for peer in fit], self.base.values, self._tokens(fit), spent)
+        mean = mean_of(self._rules, [found[peer] for peer in fit], self.base.values, self._tokens(fit), spent)
         found.clear()
         self._found.clear()
         if self._guests and self._basis is not None:

@@ -140,11 +140,7 @@ def dump_initial_state(folder: Path, config: Config, name: str) -> None:
     layout = layout_of(config)
     initial = InitialState(layout, config.run.seed, config.model.init_std)
     genesis = Chain(folder / name / "run" / "chain").commit(0).manifest
-    sync = config.sync
-    dump = RoundDump(
-        folder / "dumps" / "initial", layout, genesis.members[0].peer, sync.merge_top_k,
-        _preserves_norm=sync.preserve_norm,
-    )  # fmt: skip
+    dump = RoundDump(folder / "dumps" / "initial", layout, genesis.members[0].peer, config.sync.merge_top_k)
     dump.write(genesis, genesis, initial, (), initial)
 
 

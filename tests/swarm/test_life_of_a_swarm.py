@@ -46,7 +46,6 @@ TWO_OWNERS = (
     "sync.steps_per_round=6",
     "sync.merge_interval=12",
     "sync.vocabulary_rounds=2",
-    "sync.preserve_norm=true",
 )
 LEAVE_SECONDS = 30.0
 """A peer takes up to 8 to leave, and as long again to end where the machine has much else to do."""

@@ -29,7 +29,6 @@ class Books:
         tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles[: layout.num_model_tiles]]
         self.codecs = [layout.codec_of(block.index) for block in layout.model_blocks]
         self.ledger = lossy_oracle.Ledger(tiles, self.codecs, decay=swarm.config.sync.residual_decay)
-        self.ledger.preserves_norm = swarm.config.sync.preserve_norm
         self.ledger.audited = swarm.run.rules.audited_share > 0
         self.merges = 0
         self.trained: dict[tuple[PeerId, int], Values] = {}

@@ -198,7 +198,6 @@ class Recorder:
         expected = oracle.round_result(
             peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values,
             outer_of(self.swarm.config, parent) if sync.outer == "nesterov" else None, clips,
-            sync.preserve_norm,
         )  # fmt: skip
         where = f"round {child.round}"
         oracle.check_equal(self.states[child.round], expected, where)

@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
-from spes_p2p.sync.reduce import (
-    _AT_ONCE,
-    LARGEST_ENCODED,
-    NON_FINITE,
-    NORM_LIMIT,
-    TOO_LARGE,
-    norm_preserving_mean,
-    screen,
-    weighted_mean,
-)
+from spes_p2p.sync.reduce import _AT_ONCE, LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
 
 BASE = np.zeros(8, np.float32)
 
@@ -75,45 +66,6 @@ def test_the_mean_may_take_the_place_of_any_of_its_values(size: int) -> None:
         copies = [array.copy() for array in arrays]
         assert weighted_mean(copies, [1, 2, 3], copies[at]) is copies[at]
         assert copies[at].tobytes() == mean.tobytes()
-
-
-def test_a_norm_preserving_mean_goes_where_the_mean_goes_as_far_as_the_changes_go() -> None:
-    before = np.array([1, 1, 1], np.float32)
-    values = [before + np.array(change, np.float32) for change in ([4, 0, 0], [0, 4, 0])]
-    found = norm_preserving_mean(values, before, [1, 1])
-    np.testing.assert_allclose(found - before, 4 * np.array([0.5, 0.5, 0]) / np.sqrt(0.5), rtol=1e-6)
-    found = norm_preserving_mean(values, before, [3, 1])
-    np.testing.assert_allclose(found - before, 4 * np.array([0.75, 0.25, 0]) / np.hypot(0.75, 0.25), rtol=1e-6)
-
-
-def test_where_changes_are_alike_or_cancel_out_or_one_is_alone_nothing_is_scaled() -> None:
-    before = np.array([2, -1], np.float32)
-    one = np.array([2.5, 3.25], np.float32)
-    assert norm_preserving_mean([one], before, [7]) is one
-    for values in ([one, one], [before + 1, before - 1], [before, before], [before, one]):
-        assert np.isfinite(norm_preserving_mean(values, before, [1, 1])).all()
-    assert np.array_equal(norm_preserving_mean([before + 1, before - 1], before, [1, 1]), before)
-    assert np.array_equal(norm_preserving_mean([before, one], before, [1, 1]), weighted_mean([before, one], [1, 1]))
-    huge = np.array([1e25, 1e25], np.float32)  # its square is infinite in fp32
-    assert np.isfinite(norm_preserving_mean([huge, one], before, [1, 1])).all()
-
-
-def test_changes_that_contradict_each_other_are_not_scaled_beyond_what_chance_would_need() -> None:
-    before = np.zeros(2, np.float32)
-    values = [np.array(value, np.float32) for value in ([1, 0.01], [-1, 0.01])]
-    np.testing.assert_allclose(norm_preserving_mean(values, before, [1, 1]), [0, 0.01 * np.sqrt(2)], atol=1e-8)
-
-
-@given(st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_the_norm_of_a_norm_preserving_mean_is_that_of_the_changes(owners: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    before, values = rng.standard_normal(40).astype(np.float32), rng.standard_normal((owners, 40)).astype(np.float32)
-    weights = [int(weight) for weight in rng.integers(1, 1000, owners)]
-    norms = [float(np.linalg.norm(array - before)) for array in values]
-    found = norm_preserving_mean(list(values.copy()), before, weights) - before
-    plain = np.linalg.norm(np.average(values, axis=0, weights=weights) - before)
-    most = plain * sum(weights) / np.linalg.norm(weights)
-    assert np.linalg.norm(found) == pytest.approx(min(np.average(norms, weights=weights), most), rel=1e-4)
 
 
 @pytest.mark.parametrize("place", [0, _AT_ONCE, 2 * _AT_ONCE + 2])
