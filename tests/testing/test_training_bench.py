@@ -36,9 +36,12 @@ def test_a_trainer_of_random_values_trains() -> None:
 def test_a_training_step_is_timed_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = runpy.run_path(str(SCRIPTS / "bench_train.py"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["bench_train.py", "--only", "ours", "--micro-batches", "1", "--repeats", "1"])
+    words = "bench_train.py --only ours --micro-batches 1 --repeats 1 --profile 3"
+    monkeypatch.setattr("sys.argv", words.split())
     assert script["main"]() == 0
     said = capsys.readouterr().out
     assert "no GPU here" in said
     assert "ours, 4 of 16 columns" in said
     assert "does not run here" not in said
+    assert said.count(" ms ") == 1 + 3
+    assert "ms of a step in kernels" in said
