@@ -145,6 +145,11 @@ def test_what_settings_cost_is_as_measured() -> None:
         assert text == text_of(path), "run: python scripts/make_measured.py"
 
 
+def test_the_table_of_the_benchmark_is_as_measured() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "make_frontier.py"))
+    assert script["page"](script["read"]()) == text_of(script["PAGE"]), "run: python scripts/make_frontier.py"
+
+
 def test_every_field_of_every_event_is_explained() -> None:
     explained: dict[str, list[str]] = {}
     for row in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", text_of(ROOT / "docs/metrics.md"), re.M):

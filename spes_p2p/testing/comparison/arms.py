@@ -40,6 +40,7 @@ ARMS = {
     "rising": "sync.steps_per_round=[[{twice_H},{quarter_H}],[0,{H}]]",
     "two-periods": "sync.steps_per_round={often} sync.expert_rounds={periods}",
     "two-periods-long": "sync.steps_per_round={often} sync.expert_rounds={long_periods}",
+    "two-periods-double": "sync.steps_per_round={often} sync.expert_rounds={double_periods}",
     "two-periods-two-owners": "two-periods two-owners",
     "guests-2": "two-periods model.guest_rank=2",
     "guests-4": "two-periods model.guest_rank=4",
@@ -48,6 +49,7 @@ ARMS = {
     "guests-32": "two-periods model.guest_rank=32",
     "guests-often": "spes-often model.guest_rank=16",
     "guests-seldom": "model.guest_rank=16",
+    "guests-double": "two-periods-double model.guest_rank=16",
     "guests-long": "two-periods-long model.guest_rank=16",
     "int4": "two-periods sync.codec=int4",
     "topk": "two-periods sync.codec=topk",
@@ -145,13 +147,14 @@ def terms(config: Config, peers: int, steps_per_round: int) -> dict[str, int | f
     micro, half_batch = config.optimizer.micro_batch_sequences, max(1, batch // 2)
     each = -(-experts // peers)
     often = max(1, H // PERIODS)
+    periods = max(1, H // often)
     return {
         "experts": experts, "each": each, "half": max(1, each // 2), "twice": min(experts, 2 * each),
         "peers": peers, "twice_peers": 2 * peers,
         "batch": batch, "half_batch": half_batch, "whole_batch": batch * peers,
         "micro": micro, "half_micro": math.gcd(micro, half_batch),
         "H": H, "twice_H": 2 * H, "quarter_H": max(1, H // 4),
-        "often": often, "periods": max(1, H // often), "long_periods": 4 * max(1, H // often),
+        "often": often, "periods": periods, "double_periods": 2 * periods, "long_periods": 4 * periods,
         "merge": config.sync.merge_alpha or 0.05,
     }  # fmt: skip
 
