@@ -28,23 +28,22 @@ finite: it would spoil the mean."""
 
 
 def screen(
-    values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int] | None, largest: float = math.inf
-) -> dict[PeerId, str]:
+    values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int], largest: float = math.inf,
+    rounds: int = 1,
+) -> dict[PeerId, str]:  # fmt: skip
     """Contributors that must stay out of a slice, each with the reason.
 
     `values` are their values, `base` the committed ones, all of one shape; `steps` the inner steps behind them: a fast
-    peer moves further than a slow one, so changes are compared a step, and not at all where nobody knows how many they
-    are (None). Sizes can only be judged against others: with fewer than three contributors only values that are not
-    finite, or beyond `largest`, are refused.
+    peer moves further than a slow one, so changes are compared a step. `rounds`: the most rounds that a change may
+    have grown for, where some have just begun. Sizes can only be judged against others: with fewer than three
+    contributors only values that are not finite, or beyond `largest`, are refused.
     """
     refused = {peer: NON_FINITE for peer, array in values.items() if not _is_finite(array)}
     if math.isfinite(largest):
         refused |= {p: TOO_LARGE for p, array in values.items() if p not in refused and _is_beyond(array, largest)}
-    if steps is None:
-        return refused
     norms = {peer: _norm(array, base) / max(1, steps[peer]) for peer, array in values.items() if peer not in refused}
     if len(norms) >= 3:
-        limit = NORM_LIMIT * median(norms.values())
+        limit = NORM_LIMIT * rounds * median(norms.values())
         refused |= {peer: TOO_LARGE for peer, norm in norms.items() if norm > limit > 0}
     return refused
 

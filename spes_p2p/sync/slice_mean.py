@@ -45,12 +45,12 @@ def unfit(
 ) -> dict[PeerId, str]:  # fmt: skip
     """Whose values stay out of the mean, each with the reason."""
     bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips
-    steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in roster.items()}
-    if rules.clips:
-        steps = dict.fromkeys(roster, 1)  # claims are not to be believed
-    elif rules.rounds_between(piece) > 1:
-        steps = None  # those of a change are not this round's alone
-    refused = screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf)
+    rounds = rules.rounds_between(piece)
+    if rules.clips or rounds > 1:  # claims are not to be believed, and of a turn only the last round's are known
+        steps = dict.fromkeys(roster, 1)
+    else:
+        steps = {peer: entry.steps for peer, entry in roster.items()}
+    refused = screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf, 1 if rules.clips else rounds)
     if rules.clips:
         refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, before)
     return refused

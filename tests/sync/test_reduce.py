@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.fragments import Vocabulary
+from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import Values
+from spes_p2p.state.layout import Layout, StateTensor, Values
 from spes_p2p.sync.reduce import _AT_ONCE, LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
+from spes_p2p.sync.slice_mean import unfit
+from spes_p2p.testing.sim_state import run_rules
 
 BASE = np.zeros(8, np.float32)
 
@@ -115,13 +121,28 @@ def test_what_is_not_finite_does_not_count_for_the_median() -> None:
     assert refused(values) == {"p1": NON_FINITE}
 
 
-def test_sizes_are_not_compared_where_nobody_knows_the_steps_behind_them() -> None:
-    values = changes(1.0, 1.0, 100.0)
-    assert set(refused(values).values()) == {TOO_LARGE}
-    assert screen(values, BASE, None) == {}
+def test_where_changes_grow_for_several_rounds_who_has_just_begun_does_not_shut_the_others_out() -> None:
+    """In vocabulary or columns that take turns, steps of one round say nothing of those behind a change."""
+    values = changes(1.0, 1.0, 1.0, 1.2 * NORM_LIMIT, 6 * NORM_LIMIT)
+    steps = dict.fromkeys(values, 1)
+    assert set(screen(values, BASE, steps)) == {"p3", "p4"}
+    assert set(screen(values, BASE, steps, rounds=5)) == {"p4"}
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+def test_one_that_went_astray_does_not_spoil_embedding_and_head(turns: int) -> None:
+    """Where they take turns nobody knows the steps behind a change: its size is compared all the same."""
+    layout = Layout([StateTensor("head", (len(BASE),), None, "zeros")], len(BASE))
+    rules = dataclasses.replace(run_rules(columns=1, shared_tiles=1), vocabulary=Vocabulary(1, turns))
+    values = changes(1.0, 1.1, 0.9, 1.2, 1e6)
+    roster = {peer: Contribution(peer, 8, 1 if peer == "p3" else 100, 8) for peer in values}  # p3 is about to leave
+    values["p3"] /= 1 if turns > 1 else 100
+    piece = Slice(0, 0, 1, PeerId("p0"), tuple(values))
+    assert unfit(rules, layout, piece, roster, values, BASE) == {"p4": TOO_LARGE}
 
 
 def test_what_a_lossy_codec_could_not_carry_is_its_senders_fault_alone() -> None:
     values = changes(1.0, 3e38)
-    assert screen(values, BASE, None, LARGEST_ENCODED) == {"p1": TOO_LARGE}
-    assert screen(values, BASE, None) == {}
+    steps = dict.fromkeys(values, 1)
+    assert screen(values, BASE, steps, LARGEST_ENCODED) == {"p1": TOO_LARGE}
+    assert screen(values, BASE, steps) == {}
