@@ -7,6 +7,9 @@ arXiv 2502.16982. For each matrix W [m, n] with gradient G:
     U <- orthogonalised (G + 0.95 M), by five Newton-Schulz iterations of a quintic polynomial
     W <- (1 - lr * weight_decay) W - lr * 0.2 * sqrt(max(m, n)) U
 
+A matrix whose gradient is zero, such as those of an expert that no token went to, makes no step and keeps its M: made
+orthogonal, what is left of M would be as large as ever, and in hundreds of steps take the expert where nobody wants it.
+
 The factor makes a step about as large as one of AdamW, so that both take the same learning rate. Of state there is M
 alone: 4 bytes a value instead of 8. The matrices of a step that have one shape are orthogonalised as one stack, in bf16
 on CUDA: gate and up of an expert are, and those of attention in all layers.
@@ -57,10 +60,12 @@ class Muon:
         by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for piece in pieces:
             if piece.matrices:
-                gradient, momentum = piece.gradient.float(), piece.moments[MOMENTUM]
-                momentum.mul_(DECAY).add_(gradient)
-                wanted = torch.add(gradient, momentum, alpha=DECAY)
-                for values, matrix in zip(piece.values.chunk(piece.matrices), wanted.chunk(piece.matrices)):
+                gradient = piece.gradient.float().unflatten(0, (piece.matrices, -1))
+                momentum = piece.moments[MOMENTUM].unflatten(0, (piece.matrices, -1))
+                is_fed = torch.linalg.vector_norm(gradient, math.inf, dim=(1, 2), keepdim=True) > 0
+                momentum.mul_(torch.where(is_fed, DECAY, 1.0)).add_(gradient)
+                wanted = torch.addcmul(gradient, momentum, DECAY * is_fed)
+                for values, matrix in zip(piece.values.chunk(piece.matrices), wanted):
                     by_shape[tuple(values.shape)].append((values, matrix))
         for shape, found in by_shape.items():
             size = lr * STEP_SIZE * math.sqrt(max(shape))

@@ -14,6 +14,7 @@ from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.planning.memory import OPTIMIZER, Workload, predict
 from spes_p2p.state.moments import NO_MOMENTS
 from spes_p2p.train import muon
+from spes_p2p.train.moment_store import Piece
 from spes_p2p.train.muon import orthogonalised
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
@@ -76,6 +77,27 @@ def test_a_step_is_the_formula_for_each_matrix_and_adamw_for_the_rest(monkeypatc
     assert matrices == 3 * layers * (4 + 3 * owned)
     for group, name, trained in rank.trained_tensors():
         np.testing.assert_allclose(trained.numpy(), values[group.column, name], atol=2e-5)
+
+
+def test_an_expert_that_no_token_goes_to_stays_where_it_is_and_goes_on_later() -> None:
+    """Orthogonalised, its fading momentum would make steps as large as ever: AdamW's fade with it."""
+    torch.manual_seed(0)
+    kind = muon.Muon(small_config(MUON, "optimizer.weight_decay=0").optimizer)
+    values, gradient = torch.randn(2, 16, 8).flatten(0, 1), torch.randn(32, 8)
+    idle, fed = slice(0, 16), slice(16, 32)
+    moments = kind.fresh(values, matrices=2)
+    piece = Piece(values, gradient, moments, matrices=2)
+    kind.update([piece], steps=1, lr=0.01)
+    before, momentum = values.clone(), moments["momentum"].clone()
+    gradient[idle] = 0
+    for step in range(2, 300):
+        kind.update([piece], step, lr=0.01)
+    assert torch.equal(values[idle], before[idle])
+    assert torch.equal(moments["momentum"][idle], momentum[idle])
+    assert (values[fed] - before[fed]).norm() > 0.5 * before[fed].norm()
+    gradient[idle] = 1e-3
+    kind.update([piece], 300, lr=0.01)
+    assert (values[idle] - before[idle]).norm() > 0.01
 
 
 def test_all_directions_become_nearly_as_strong_as_each_other() -> None:
