@@ -128,7 +128,8 @@ class Ledger:
         after = [np.array(before[block]) for block in range(len(self.codecs))]
         weights = {entry.peer: entry.tokens for entry in child.roster}
         for piece in child.slices:
-            sole = piece.block > 0 and parent.ownership[piece.block - 1] == (piece.reducer,)
+            owners = parent.ownership[piece.block - 1] if piece.block else ()
+            sole = tuple(owners) == (piece.reducer,)
             for tile_id in range(piece.first_tile, piece.first_tile + piece.tiles):
                 block, start, stop = self.tiles[tile_id]
                 part = slice(start, stop)
@@ -137,6 +138,8 @@ class Ledger:
                 values = [self._heard(peer, exact, tile_id, old, brought) for peer in piece.contributors]
                 mean = self._mean(values, [weights[peer] for peer in piece.contributors])
                 after[block][part] = self._handed_out(piece, tile_id, mean, old, sole)
+                if len(owners) == 1 and not sole:  # what it was ahead was in what it brought
+                    self.handed.pop((owners[0], tile_id), None)
         self._follow(parent.ownership, child.ownership)
         return after
 
@@ -198,9 +201,7 @@ class Ledger:
         if kept is not None and not sole and not self.audited:
             change = change + kept
         arrives = THROUGH[codec](change)
-        for peer, at in list(self.handed):
-            if at == tile_id:
-                del self.handed[peer, at]
+        self.handed.pop((piece.reducer, tile_id), None)
         if sole or not self.audited:
             self.handed[piece.reducer, tile_id] = change - arrives
         return arrives + before

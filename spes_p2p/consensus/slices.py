@@ -6,6 +6,9 @@ whole roster as contributors, an expert column has its owners. Groups for large 
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,13 +74,13 @@ def plan_slices(
             if len(contributors) > 1 or (block and reach.has_guests):
                 reducers = reducers or tuple(reach.helpers)
             reducers = reducers or contributors
-            dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
-            due = ((0, tiles),) if block or turn.shared is None else turn.shared
-            slices += [
-                Slice(block, first_tile + offset + start, count, next(dealer), contributors)
-                for offset, number in due
-                for start, count in _cut(number, slice_tiles, len(reducers))
-            ]
+            shares = [max(1, uplinks.get(peer, usual)) for peer in reducers]
+            for offset, number in ((0, tiles),) if block or turn.shared is None else turn.shared:
+                cuts = list(_cut(number, slice_tiles, len(reducers)))
+                slices += [
+                    Slice(block, first_tile + offset + start, count, reducer, contributors)
+                    for (start, count), reducer in zip(cuts, _deal(reducers, shares, len(cuts), block), strict=True)
+                ]
         first_tile += tiles
     return tuple(slices)
 
@@ -134,11 +137,25 @@ def _cut(tiles: int, slice_tiles: int, reducers: int) -> Iterator[tuple[int, int
         yield start, min(size, tiles - start)
 
 
-def _deal(peers: Sequence[PeerId], shares: Sequence[int]) -> Iterator[PeerId]:
-    """Deals peers in proportion to their shares, evenly mixed; exact integers, ties to the first in order."""
-    credit = [0] * len(peers)
-    while True:
-        credit = [have + share for have, share in zip(credit, shares, strict=True)]
-        chosen = max(range(len(peers)), key=lambda index: (credit[index], -index))
-        credit[chosen] -= sum(shares)
-        yield peers[chosen]
+def _deal(peers: Sequence[PeerId], shares: Sequence[int], slices: int, block: int) -> Iterator[PeerId]:
+    """Who reduces each of the slices of a block: in proportion to their shares, evenly mixed; exact integers.
+
+    The slices are evenly spaced points, in a mixed order, on a line that the peers divide. So where measured shares
+    change a little few slices get another reducer, which would not know what the one before has kept of their means.
+    The points of each block lie elsewhere, or short ones would all go to the same peers.
+    """
+    ends, shift = list(itertools.accumulate(shares)), (block + 1) * _GOLDEN % _PLACES
+    step = _mixing_step(max(1, slices))
+    for at in range(slices):
+        place = at * step % slices * _PLACES + shift
+        yield peers[bisect.bisect_right(ends, place * ends[-1] // (slices * _PLACES))]
+
+
+def _mixing_step(number: int) -> int:
+    """Coprime to `number` and near its golden section: multiples of it, modulo `number`, take turns all over it."""
+    return next(step for step in range(max(1, number * _GOLDEN // _PLACES), number + 1) if math.gcd(step, number) == 1)
+
+
+_PLACES = 2**16
+_GOLDEN = 40503
+"""Of _PLACES, at the golden section: multiples of it, modulo _PLACES, lie far from each other."""

@@ -1,8 +1,8 @@
 """Error feedback: rounding errors of lossy codecs, by tile, kept on disk until they are sent, so that none is lost.
 
 There are two kinds. `sent` is what a peer's encoded contribution left out; its next one carries it. `handed` is what a
-reducer's encoded mean left out; its next hand-out of the same tile carries it, however many rounds later, and it is
-dropped when another reducer hands the tile out. If a column has one owner, `handed` is how far the owner's master is
+reducer's encoded mean left out; its next hand-out of the same tile carries it, however many rounds later, and whoever
+hands the tile out meanwhile. If a column has one owner, `handed` is how far the owner's master is
 ahead of what the others have. The owner trains on from its master, so the next change already contains it; when a
 second owner comes, it becomes unsent work like any other.
 
@@ -122,7 +122,7 @@ class _NextSet:
         sole = self._hold_back_shared(first)
         for newest in later:
             for piece in newest.slices:
-                made.forget(("handed",), piece.tile_ids)
+                made.forget(("handed",), [tile_id for tile_id in piece.tile_ids if not self._waits(piece, tile_id)])
             owned = self._follow(owned, newest)
             sole = self._hold_back_shared(newest)
         for area in made.areas.values():
@@ -141,7 +141,9 @@ class _NextSet:
         for piece in child.slices:
             untouched.difference_update(piece.tile_ids)
             for tile_id in piece.tile_ids:
-                if piece.reducer != self._me or handed.get(tile_id) != wire_hash(tile_id):
+                if self._waits(piece, tile_id):
+                    self._keep("handed", (tile_id,))
+                elif piece.reducer != self._me or handed.get(tile_id) != wire_hash(tile_id):
                     made.forget(("handed",), (tile_id,))
             if self._me not in piece.contributors:
                 self._keep("sent", piece.tile_ids)
@@ -149,6 +151,13 @@ class _NextSet:
                 made.forget(("sent",), piece.tile_ids)
         for kind in KINDS:
             self._keep(kind, untouched)
+
+    def _waits(self, piece: Slice, tile_id: int) -> bool:
+        """Whether what our means of a tile have left out waits for our next one: another has handed the tile out.
+
+        A sole owner is not ahead by it any more: its contribution had it.
+        """
+        return piece.reducer != self._me and not self._present.is_sole(tile_id)
 
     def _travels(self, piece: Slice) -> bool:
         """Whether the reducer takes its own values as others get them, so that others can make the mean again."""

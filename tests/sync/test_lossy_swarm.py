@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
+from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
 from tests.sync.books import Books
@@ -71,6 +73,27 @@ def test_every_round_is_what_the_books_say_where_reducers_are_audited(
 
     audited = ("sync.aggregate=clip", "sync.audited_share=1", f"sync.expert_rounds={turns}")
     in_swarm(folder, play, config_of(codec, *audited, f"swarm.target_replicas={replicas}", peers=2))
+
+
+def test_the_books_are_right_while_uplinks_and_so_reducers_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a mean has left out waits at who reduced it, whoever reduces meanwhile."""
+    uplinks = random.Random(0)
+    monkeypatch.setattr(RoundLog, "uplink", lambda self: uplinks.randrange(10**6, 10**7))
+
+    async def play(swarm: MemorySwarm) -> None:
+        books = Books(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(8)
+        check_agreement(swarm)
+        assert books.check() > 0
+        first = swarm.layout.tile_ids_of(0)[0]
+        rounds = [commit.manifest.slices for commit in commits(swarm)]
+        reducers = {piece.reducer for slices in rounds for piece in slices if first in piece.tile_ids}
+        assert len(reducers) > 1
+
+    in_swarm(folder, play, config_of(("sync.codec=ternary",)))
 
 
 FAULTY = (

@@ -103,7 +103,7 @@ def test_a_contributor_keeps_what_it_could_not_say_and_a_reducer_what_it_could_n
     assert story.kept(0) == (None, 3, None)  # its own values went in as they are
     assert story.kept(0, story.opened()) == (None, 3, None)
     story.follow(story.slice(0, B, B))
-    assert story.kept(0) == NOTHING  # another hands the tile out now
+    assert story.kept(0) == (None, 3, None)  # another hands the tile out: what is left waits for our next mean
 
 
 def test_what_a_round_did_not_take_stays_unsent(tmp_path: Path) -> None:
@@ -193,7 +193,38 @@ def test_on_a_full_disk_what_is_left_waits_in_memory(tmp_path: Path, monkeypatch
     assert story.kept(0) == (1, None, None)
 
 
-def test_who_missed_rounds_keeps_what_nobody_handed_out_since(tmp_path: Path) -> None:
+def test_what_a_reducer_left_out_waits_while_others_hand_the_tile_out(tmp_path: Path) -> None:
+    """Who reduces what follows from measured uplinks, and changes with them."""
+    story = Story(tmp_path)
+    story.stage("handed", 0, 1)
+    story.follow(story.slice(0, A, A, B))
+    for _ in range(3):
+        story.follow(story.slice(0, B, A, B))
+        assert story.kept(0) == (None, 1, None)
+        assert story.kept(0, story.opened()) == (None, 1, None)
+    story.stage("handed", 0, 0.25)
+    story.follow(story.slice(0, A, A, B))
+    assert story.kept(0) == (None, 0.25, None)
+
+
+def test_what_a_reducer_left_out_is_not_handed_out_twice(tmp_path: Path) -> None:
+    """Its mean had it, though what that one left out is not here: a crash came between."""
+    story = Story(tmp_path)
+    story.stage("handed", 0, 1)
+    story.follow(story.slice(0, A, A, B))
+    story.follow(story.slice(0, A, A, B))
+    assert story.kept(0) == NOTHING
+    story.stage("handed", 0, 1)
+    story.follow(story.slice(0, A, A, B))
+    first = story.child(story.slice(0, B, A, B))
+    story.append(first)
+    later = story.child(story.slice(0, A, A, B))
+    story.append(later)
+    story.residuals.settle(first, manifest_hash(later), lambda tile_id: MARK, [later])
+    assert story.kept(0) == NOTHING
+
+
+def test_who_missed_rounds_keeps_what_it_did_not_hand_out_since(tmp_path: Path) -> None:
     story = Story(tmp_path)
     for block in (0, 1, 2):
         story.stage("handed", block, 1)
@@ -204,7 +235,7 @@ def test_who_missed_rounds_keeps_what_nobody_handed_out_since(tmp_path: Path) ->
     later[1] = story.child(ownership=((A,), (B,), (B,), (B,)))
     story.append(later[1])
     story.residuals.settle(first, manifest_hash(later[1]), lambda tile_id: MARK, later)
-    assert story.kept(0) == NOTHING
+    assert story.kept(0) == (None, 1, None)
     assert story.kept(1) == (None, None, 1)
     assert story.kept(2) == NOTHING  # no longer its column
 
@@ -231,7 +262,7 @@ def test_a_restart_ends_a_catching_up_that_broke_off(tmp_path: Path) -> None:
     story.append(story.child())
     story.append(story.child(story.slice(0, B, B)))
     again = story.opened()
-    assert story.kept(0, again) == NOTHING
+    assert story.kept(0, again) == (None, 1, None)
     assert story.kept(1, again) == (None, None, 1)
     assert again._head == manifest_hash(story.chain.commit(3).manifest)
     assert story.kept(1, story.opened(3)) == (None, None, 1)
@@ -247,8 +278,8 @@ def test_a_column_that_passes_on_takes_its_residuals_along(tmp_path: Path) -> No
     assert story.kept(1) == NOTHING
 
 
-def test_a_helper_keeps_what_it_left_out_until_somebody_hands_the_column_out(tmp_path: Path) -> None:
-    """It owns nothing of it: rounds without the column, and other owners, change nothing."""
+def test_a_helper_keeps_what_it_left_out_until_it_hands_the_column_out_again(tmp_path: Path) -> None:
+    """It owns nothing of it: rounds without the column, other owners, and what they hand out, change nothing."""
     third = PeerId("c")
     both: Ownership = ((B, third), (A,), (B,), (B,))
     story = Story(tmp_path, both)
@@ -259,10 +290,13 @@ def test_a_helper_keeps_what_it_left_out_until_somebody_hands_the_column_out(tmp
         assert story.kept(1) == (None, 1, None)
         assert story.kept(1, story.opened()) == (None, 1, None)
     story.follow(story.slice(1, B))
-    assert story.kept(1) == NOTHING
+    assert story.kept(1) == (None, 1, None)
+    story.stage("handed", 1, 0.5)
+    story.follow(story.slice(1, A, B))
+    assert story.kept(1) == (None, 0.5, None)
 
 
-def test_a_helper_that_missed_rounds_drops_what_another_handed_out_meanwhile(tmp_path: Path) -> None:
+def test_a_helper_that_missed_rounds_keeps_what_it_left_out(tmp_path: Path) -> None:
     third = PeerId("c")
     story = Story(tmp_path, ((B, third), (B, third), (B,), (B,)))
     for block in (1, 2):
@@ -275,7 +309,7 @@ def test_a_helper_that_missed_rounds_drops_what_another_handed_out_meanwhile(tmp
         story.append(later[-1])
     story.residuals.settle(first, manifest_hash(later[-1]), lambda tile_id: MARK, later)
     assert story.kept(1) == (None, 1, None)
-    assert story.kept(2) == NOTHING
+    assert story.kept(2) == (None, 1, None)
 
 
 def test_what_a_sole_owner_is_ahead_is_its_unsent_work_beside_a_second_owner(tmp_path: Path) -> None:
