@@ -42,8 +42,8 @@ class GuestWork:
     def __init__(self, model: Transformer, table: Table, optimizer: Optimizer, ranks: Ranks) -> None:
         self._model, self._table, self._optimizer, self._ranks = model, table, optimizer, ranks
         self._marks: dict[int, Hash] = {}
-        self._ahead_of: dict[tuple[int, Matrix], Tensor] = {}
-        """By layer and matrix: the coordinates from which training ran ahead of the round."""
+        self._ahead_of: dict[tuple[int, int, Matrix], Tensor] = {}
+        """By column, layer and matrix: the coordinates from which training ran ahead of the round."""
         self._saved: dict[int, SavedGuest] = {}
 
     @torch.no_grad()
@@ -101,17 +101,17 @@ class GuestWork:
     def leave(self, owned: Collection[int]) -> None:
         """These columns are owned from now on; the banks know."""
         self._marks = {column: mark for column, mark in self._marks.items() if column not in owned}
-        self._ahead_of.clear()  # experts may lie elsewhere now
+        self._ahead_of = {place: values for place, values in self._ahead_of.items() if place[0] not in owned}
 
     def run_ahead(self) -> None:
         """What is trained from now on is not in what was handed in."""
         self._ahead_of = {place: values.clone() for place, values in self._all_coordinates()}
 
-    def _all_coordinates(self) -> Iterator[tuple[tuple[int, Matrix], Tensor]]:
-        """By layer and matrix, of all columns."""
-        for column in list(self._marks)[:1]:  # they lie in the same tensors
-            for layer, guests, which, _ in self._places(column):
-                yield (layer, which), guests.coordinates(which).detach()
+    def _all_coordinates(self) -> Iterator[tuple[tuple[int, int, Matrix], Tensor]]:
+        """By column, layer and matrix: slots of experts move when other columns are owned."""
+        for column in self._marks:
+            for layer, guests, which, slot in self._places(column):
+                yield (column, layer, which), guests.coordinates(which).detach()[slot]
 
     def coordinates(self) -> dict[int, Coordinates]:
         """What was trained, by column, in the order of its block: copies."""
@@ -142,8 +142,8 @@ class GuestWork:
         at = 0
         for layer, guests, which, slot in self._places(column):
             own, shape = guests.coordinates(which)[slot], guests.basis(which)[slot].shape
-            ahead_of = self._ahead_of.get((layer, which))
-            own.zero_() if ahead_of is None else own.sub_(ahead_of[slot])
+            ahead_of = self._ahead_of.get((column, layer, which))
+            own.zero_() if ahead_of is None else own.sub_(ahead_of)
             basis = None if values is None else torch.from_numpy(np.array(values[at : at + shape.numel()])).view(shape)
             guests.begin(slot, which, basis)
             at += shape.numel()

@@ -206,6 +206,27 @@ def test_what_was_trained_ahead_is_carried_into_the_next_basis() -> None:
     assert ahead.any()
 
 
+def test_what_was_trained_ahead_is_carried_also_where_other_columns_are_owned_from_now_on() -> None:
+    """The experts lie elsewhere then. What is owned now, or was until now, has nothing ahead as a guest."""
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    handed_in = trainer.coordinates()
+    trainer.run_ahead()
+    trainer.train_step(batch_of(1))
+    ahead = trainer.coordinates()[2].values - handed_in[2].values
+    bank = transformer_of(trainer._rank).banks[0]
+    slot = bank.slot(2)
+    trainer.adopt((0,), initial(config), 1)
+    assert bank.slot(2) != slot
+    trainer.use_bases(bases(config, tuple(range(6))) | bases(config, (2,), number=1))
+    found = trainer.coordinates()
+    np.testing.assert_allclose(found[2].values, carried_over(config, ahead), atol=1e-6)
+    assert ahead.any()
+    assert set(found) == {1, 2, 3, 4, 5}
+    assert not found[1].values.any()
+
+
 def test_who_was_left_out_carries_all_of_it_into_the_next_basis() -> None:
     config = guest_config()
     trainer = guest(config)
