@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from spes_p2p.checkpoint.load import Checkpoint, load_latest
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
-from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import Commit
@@ -22,9 +20,11 @@ from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
+from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import RebasedState
 from spes_p2p.sync.node import vocabulary_of
+from spes_p2p.sync.outgoing import TrainingBase
 from spes_p2p.sync.surroundings import Disk
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
@@ -150,32 +150,47 @@ class Resumed:
     def values_ahead(
         self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, sync: SyncConfig
     ) -> RebasedState | None:
-        """The state of `tip` plus the restored trainer's lead in what has had no turn since the checkpoint.
+        """The state of `tip` plus the restored trainer's lead in what no round has handed out since the checkpoint.
 
-        None where nothing takes turns, for a peer whose work does not count as yet, if the checkpoint belongs to
-        another history, or if it holds work that no round counted and whose data was leased to others. With overlap
-        every checkpoint holds such work and is used all the same: repeating a few steps of data is a smaller loss than
+        None where nothing is ahead, for a peer whose work does not count as yet, if the checkpoint belongs to another
+        history, or if it holds work that no round counted and whose data was leased to others. With overlap every
+        checkpoint holds such work and is used all the same: repeating a few steps of data is a smaller loss than
         dropping the rest.
         """
         if not sync.takes_turns or (self.uncounted.tokens and not sync.overlap):
             return None
         if me in weightless(tip.members) or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
-        then = disk.chain.commit(self.round).manifest.ownership
-        columns = [
-            column
-            for column in columns_of(tip.ownership, me)
-            if column in trainer.owned
-            and tip.column_rounds[column] <= self.round
-            and (then[column] == (me,)) == (tip.ownership[column] == (me,))  # what rounding left is where it was
-        ]
-        vocabulary = vocabulary_of(layout, sync)
-        shared = set(layout.tile_ids_of(0) if max(sync.fragments, vocabulary.rounds) > 1 else ())
-        for round in range(self.round + 1, tip.round + 1):
-            for first, number in due_tiles(len(layout.tile_ids_of(0)), round, sync.fragments, vocabulary):
-                shared.difference_update(range(first, first + number))
-        blocks = [*([0] if shared else []), *(1 + column for column in columns)]
+        takes_parts = max(sync.fragments, vocabulary_of(layout, sync).rounds) > 1
+        columns = (column for column in columns_of(tip.ownership, me) if column in trainer.owned)
+        blocks = (*([0] if takes_parts else []), *(1 + column for column in columns))
+        tiles = self._not_handed_out(tip, me, layout, disk.chain, blocks)
+        if not tiles:
+            return None
         disk.inputs.take(self.manifest, blocks, trainer.contribution)
-        tiles = itertools.chain(shared, *(layout.tile_ids_of(1 + column) for column in columns))
-        new, old = disk.store.version(tip.round), self._version
-        return RebasedState(layout, new, old, disk.inputs.snapshot, frozenset(tiles), old.is_sound)
+        # what rounding left of tiles that were not handed out since is what it was then, and in the trainer's values
+        ahead = disk.residuals.ahead(manifest_hash(tip))
+        new = TrainingBase(layout, disk.store.version(tip.round), ahead)
+        old = TrainingBase(layout, self._version, ahead)
+        return RebasedState(layout, new, old, disk.inputs.snapshot, tiles, self._version.is_sound)
+
+    def _not_handed_out(
+        self, tip: Manifest, me: PeerId, layout: Layout, chain: Chain, blocks: Collection[int]
+    ) -> frozenset[int]:
+        """Tiles of these blocks that no round after the checkpoint's, up to `tip`, has handed out.
+
+        Without a column that this peer owned alone and not alone: what rounding had left of it has become unsent work.
+        """
+        tiles = {tile for block in blocks for tile in layout.tile_ids_of(block)}
+        was_alone: dict[int, bool] = {}
+        for round in range(self.round, tip.round + 1):
+            commit = chain.find(round)
+            if commit is None or not tiles:
+                return frozenset()  # another history won in this moment, or nothing is left
+            for piece in commit.manifest.slices if round > self.round else ():
+                tiles.difference_update(piece.tile_ids)
+            for column in {block - 1 for block in blocks if block}:
+                owners = commit.manifest.ownership[column]
+                if me in owners and was_alone.setdefault(column, owners == (me,)) != (owners == (me,)):
+                    tiles.difference_update(layout.tile_ids_of(1 + column))
+        return frozenset(tiles)

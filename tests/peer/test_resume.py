@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,24 +15,28 @@ import torch
 from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_tiles
-from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.membership import FEWEST_AUDITORS, PROBATION
 from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
 from spes_p2p.errors import CheckpointError, StorageFull
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
+from spes_p2p.ownership.assign import Ownership
 from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
 from spes_p2p.peer.run import _restore
+from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.inputs import Inputs, RebasedState
 from spes_p2p.sync.node import vocabulary_of
+from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.surroundings import Disk
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
-from tests.sync.chains import A, MadeRun
+from tests.sync.chains import A, B, MadeRun
 from tests.sync.swarm_cases import small_config
 
 torch.set_num_threads(1)
@@ -225,89 +229,166 @@ def test_a_full_disk_pauses_saving_with_one_warning_until_there_is_room(
 
 
 class Tip:
-    """A later round of the run of a Life, on a disk."""
+    """The disk of a later round of the run of a Life, which was saved at round 1."""
 
-    def __init__(self, life: Life, folder: Path, round: int, handed_out: tuple[int, ...]) -> None:
+    def __init__(
+        self, life: Life, folder: Path, *handed_out: Sequence[int], left: Sequence[float] = (),
+        ownership: Sequence[Ownership] = (),
+    ) -> None:  # fmt: skip
+        """`handed_out`: the tiles of each round from 2 on, all of which this peer reduces.
+
+        `left`: by what rounding leaves it ahead in tiles of columns that rounds from 1 on hand out. `ownership`: from
+        round 2 on.
+        """
+        self._left, self._layout = left, life.run.layout
         self.chain = Chain(folder / "chain")
-        for commit in life.commits:
-            self.chain.append(commit)
-        self.manifest = replace(life.commits[round].manifest, column_rounds=handed_out)
-        self.inputs = Inputs(folder / "inputs", life.run.layout)
+        self.chain.append(life.commits[0])
+        self.residuals = Residuals(folder / "residuals", self._layout)
+        self.residuals.open(self.chain, 0, A)
+        self.manifest = life.commits[0].manifest
+        self._follow(life.commits[1].manifest)
+        for number, tiles in enumerate(handed_out):
+            owners = ownership[number] if number < len(ownership) else self.manifest.ownership
+            self._follow(self._child(tiles, owners))
+        self.inputs = Inputs(folder / "inputs", self._layout)
         self.store = life.store
-        self.store.create_initial(lambda tile: life.run.initial(tile) + np.float32(0.25), round)
+        if handed_out:
+            self.store.create_initial(lambda tile: life.run.initial(tile) + np.float32(0.25), self.manifest.round)
+
+    def _child(self, tiles: Sequence[int], ownership: Ownership) -> Manifest:
+        before = self.manifest
+        slices = tuple(Slice(self._layout.tiles[tile].block, tile, 1, A, (A,)) for tile in tiles)
+        fresh = {piece.block - 1 for piece in slices}
+        since = enumerate(before.column_rounds)
+        rounds = tuple(before.round + 1 if column in fresh else last for column, last in since)
+        return replace(
+            before, round=before.round + 1, parent=manifest_hash(before), slices=slices, column_rounds=rounds,
+            ownership=ownership,
+        )  # fmt: skip
+
+    def _follow(self, child: Manifest) -> None:
+        left = self._left[child.round - 1] if child.round <= len(self._left) else 0.0
+        for tile in (tile for piece in child.slices for tile in piece.tile_ids):
+            if left and self._layout.tiles[tile].block:
+                values = np.full(self._layout.tiles[tile].size, left, np.float32)
+                self.residuals.stage(child.parent, "handed", tile, values)
+        self.residuals.settle(child, manifest_hash(child), lambda tile: NO_HASH)
+        self.chain.append(replace(self.chain.commit(0), manifest=child))
+        self.manifest = child
+
+
+@dataclass
+class Shifted:
+    """Values of columns are ahead by this."""
+
+    values: BlockSource
+    ahead: float
+
+    def block(self, index: int) -> Values:
+        return self.values.block(index) + np.float32(self.ahead if index else 0)
+
+
+def saved_life(folder: Path, *overrides: str, uncounted_tokens: int = 0, ahead: float = 0.0) -> Life:
+    """One that has trained on top of round 1, whose values it was ahead of, and has saved."""
+    life = Life(folder, *overrides)
+    life.begin()
+    life.trainer.adopt(OWNED, Shifted(life.run.initial, ahead), 0)
+    life.train(2)
+    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted(uncounted_tokens))
+    return life
+
+
+def values_ahead(tip: Tip, folder: Path, *overrides: str, overlap: bool = False) -> RebasedState | None:
+    """Of a later life that begins at `tip`."""
+    later, disk = Life(folder, *overrides), cast(Disk, tip)
+    sync = later.config.sync.model_copy(update={"overlap": overlap})
+    resumed = later.load()
+    assert resumed is not None
+    resumed.restore(later.trainer, later.loader)
+    return resumed.values_ahead(tip.manifest, A, later.run.layout, disk, later.trainer, sync)
 
 
 def test_what_a_checkpoint_has_of_columns_that_were_not_handed_out_since_goes_on(tmp_path: Path) -> None:
     """Rounds of an owner's work are on its disk alone between two hand-outs."""
-    life = Life(tmp_path, "sync.expert_rounds=4")
-    life.begin()
-    life.train(2)
-    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted())
-    trained = {column: life.trainer.contribution(1 + column) for column in OWNED}
-    tip = Tip(life, tmp_path, 3, (1, 1, 2, 1))
-    later = Life(tmp_path, "sync.expert_rounds=4")
-    resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
-    assert resumed is not None
-    resumed.restore(later.trainer, later.loader)
-    carried = resumed.values_ahead(tip.manifest, A, life.run.layout, tip, later.trainer, life.config.sync)  # type: ignore[arg-type]
+    turns = "sync.expert_rounds=4"
+    life = saved_life(tmp_path, turns)
+    trained = life.trainer.contribution(1)
+    tip = Tip(life, tmp_path, life.run.layout.tile_ids_of(3), ())
+    carried = values_ahead(tip, tmp_path, turns)
     assert carried is not None
     new, old = tip.store.version(3), life.store.version(0)
-    assert np.array_equal(carried.block(1), new.block(1) + (trained[0] - old.block(1)))
+    assert np.array_equal(carried.block(1), new.block(1) + (trained - old.block(1)))
     for block in (0, 2, 3):  # not a column, not owned then, and handed out since
         assert np.array_equal(carried.block(block), new.block(block))
 
 
+def test_a_column_that_was_handed_out_since_is_ahead_by_what_rounding_left(tmp_path: Path) -> None:
+    """Only its owner has that, and sends it never again. A column that was not handed out is ahead by it once."""
+    turns = "sync.expert_rounds=4", "sync.expert_codec=int8"
+    life = saved_life(tmp_path, *turns, ahead=0.5)
+    trained = life.trainer.contribution(1)
+    tip = Tip(life, tmp_path, life.run.layout.tile_ids_of(3), (), left=(0.5, 0.125))
+    carried = values_ahead(tip, tmp_path, *turns)
+    assert carried is not None
+    new, old = tip.store.version(3), life.store.version(0)
+    np.testing.assert_allclose(carried.block(1), new.block(1) + (trained - old.block(1)), atol=1e-6)
+    np.testing.assert_allclose(carried.block(2), new.block(2) + 0.5)  # it was not trained here
+    np.testing.assert_allclose(carried.block(3), new.block(3) + 0.125)
+    assert np.array_equal(carried.block(0), new.block(0))
+
+
+def test_a_column_that_had_another_owner_too_begins_with_what_was_committed(tmp_path: Path) -> None:
+    """What its one owner was ahead is unsent work from then on, and must not be in its values as well."""
+    turns = "sync.expert_rounds=4", "sync.expert_codec=int8"
+    life = saved_life(tmp_path, *turns, ahead=0.5)
+    alone = life.commits[1].manifest.ownership
+    tip = Tip(life, tmp_path, (), (), left=(0.5,), ownership=(((A, B), *alone[1:]), alone))
+    carried = values_ahead(tip, tmp_path, *turns)
+    assert carried is not None
+    new = tip.store.version(3)
+    assert np.array_equal(carried.block(1), new.block(1))
+    unsent = tip.residuals.unsent(life.run.layout.tile_ids_of(1)[0])
+    assert unsent is not None
+    assert unsent.min() == unsent.max() == 0.5
+    assert float(np.abs(carried.block(3) - new.block(3)).min()) > 0.4
+
+
 def test_uncounted_work_or_that_of_another_history_does_not(tmp_path: Path) -> None:
-    life = Life(tmp_path, "sync.expert_rounds=4")
-    life.begin()
-    life.train(2)
-    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted(tokens=7, steps=1))
-    tip = Tip(life, tmp_path, 3, (1, 1, 1, 1))
-
-    def ahead(overlap: bool = False) -> object:
-        resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
-        assert resumed is not None
-        sync = life.config.sync.model_copy(update={"overlap": overlap})
-        return resumed.values_ahead(tip.manifest, A, life.run.layout, tip, life.trainer, sync)  # type: ignore[arg-type]
-
-    assert ahead() is None
-    assert ahead(overlap=True) is not None, "or each checkpoint would have nothing"
+    turns = "sync.expert_rounds=4"
+    life = saved_life(tmp_path, turns, uncounted_tokens=7)
+    tip = Tip(life, tmp_path, (), ())
+    assert values_ahead(tip, tmp_path, turns) is None
+    assert values_ahead(tip, tmp_path, turns, overlap=True) is not None, "or each checkpoint would have nothing"
     known = tip.manifest
     others = [replace(known.members[0], peer=PeerId(f"voter {n}")) for n in range(FEWEST_AUDITORS)]
     tip.manifest = replace(known, members=(replace(known.members[0], peer=A, probation=PROBATION), *others))
-    assert ahead(overlap=True) is None, "who is on probation begins with what was committed"
+    assert values_ahead(tip, tmp_path, turns, overlap=True) is None, "who is on probation has nothing"
     tip.manifest = known
     stranger = replace(life.commits[2].manifest, step=7)
+    life.ours = [*life.commits, replace(life.commits[2], manifest=stranger)]
     life.saver(stranger, life.store.version(0), Uncounted())
-    assert ahead() is None
+    assert values_ahead(tip, tmp_path, turns) is None
 
 
 @pytest.mark.parametrize("turns", [("sync.fragments=3", "sync.steps_per_round=6"), ("sync.vocabulary_rounds=3",)])
 def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(
     tmp_path: Path, turns: tuple[str, ...]
 ) -> None:
+    """Rounds that brought nothing have taken nobody's turn."""
     fragments = (*turns, "sync.tile_values=128")
-    life = Life(tmp_path, *fragments)
-    life.begin()
-    life.train(2)
-    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted())
+    life = saved_life(tmp_path, *fragments)
     trained = life.trainer.contribution(0)
-    tip = Tip(life, tmp_path, 2, (1, 1, 1, 1))
-    later = Life(tmp_path, *fragments)
-    resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
-    assert resumed is not None
-    resumed.restore(later.trainer, later.loader)
-    disk: Any = tip
-    carried = resumed.values_ahead(tip.manifest, A, life.run.layout, disk, later.trainer, life.config.sync)
-    assert carried is not None
-    new, old = tip.store.version(2).block(0), life.store.version(0).block(0)
-    tiles = life.run.layout.tiles_of(0)
-    expected = new + (trained - old)
-    sync = life.config.sync
+    tiles, sync = life.run.layout.tiles_of(0), life.config.sync
     due = due_tiles(len(tiles), 2, sync.fragments, vocabulary_of(life.run.layout, sync))
-    assert 0 < sum(number for _, number in due) < len(tiles)
-    for first, number in due:
-        done = slice(tiles[first].start, tiles[first + number - 1].stop)
+    handed_out = [tile for first, number in due for tile in range(first, first + number)]
+    tip = Tip(life, tmp_path, handed_out, (), (), ())
+    carried = values_ahead(tip, tmp_path, *fragments)
+    assert carried is not None
+    new, old = tip.store.version(5).block(0), life.store.version(0).block(0)
+    expected = new + (trained - old)
+    assert 0 < len(handed_out) < len(tiles)
+    for tile in handed_out:
+        done = slice(tiles[tile].start, tiles[tile].stop)
         expected[done] = new[done]
     assert np.array_equal(carried.block(0), expected)
 
