@@ -104,6 +104,7 @@ class Resumed:
         self.manifest = Hash(private["manifest"])
         self.uncounted = Uncounted(**private["uncounted"])
         self._private = private
+        self._owned = tuple(private["trainer"]["owned"])
         self._version = checkpoint.version(layout)
         self._step = checkpoint.step
 
@@ -138,19 +139,25 @@ class Resumed:
         False where the data now comes from elsewhere than then (leases, or the peer's own), so that the loader is not
         touched. To be called once: the training state, three times what is trained, is not kept.
         """
-        private, self._private = self._private, {}
-        trainer.adopt(tuple(private["trainer"]["owned"]), self._version, self._step)
-        trainer.load_private_state(private["trainer"])
-        place = private["loader"]
+        place = self._restore(trainer)["loader"]
         if place.keys() != loader.state_dict().keys():
             return False
         loader.load_state_dict(place)
         return True
 
+    def _restore(self, trainer: Trainer) -> dict[str, Any]:
+        """Brings the trainer to where it was; gives all private state away."""
+        private, self._private = self._private, {}
+        trainer.adopt(self._owned, self._version, self._step)
+        trainer.load_private_state(private["trainer"])
+        return private
+
     def values_ahead(
         self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, sync: SyncConfig
     ) -> RebasedState | None:
-        """The state of `tip` plus the restored trainer's lead in what no round has handed out since the checkpoint.
+        """The state of `tip` plus the checkpoint's lead in what no round has handed out since.
+
+        It is read from the trainer, which is restored for that unless `restore` has done it.
 
         None where nothing is ahead, for a peer whose work does not count as yet, if the checkpoint belongs to another
         history, or if it holds work that no round counted and whose data was leased to others. With overlap every
@@ -162,11 +169,13 @@ class Resumed:
         if me in weightless(tip.members) or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
         takes_parts = max(sync.fragments, vocabulary_of(layout, sync).rounds) > 1
-        columns = (column for column in columns_of(tip.ownership, me) if column in trainer.owned)
+        columns = (column for column in columns_of(tip.ownership, me) if column in self._owned)
         blocks = (*([0] if takes_parts else []), *(1 + column for column in columns))
         tiles = self._not_handed_out(tip, me, layout, disk.chain, blocks)
         if not tiles:
             return None
+        if self._private:
+            self._restore(trainer)
         disk.inputs.take(self.manifest, blocks, trainer.contribution)
         # what rounding left of tiles that were not handed out since is what it was then, and in the trainer's values
         ahead = disk.residuals.ahead(manifest_hash(tip))
@@ -194,3 +203,32 @@ class Resumed:
                 if me in owners and was_alone.setdefault(column, owners == (me,)) != (owners == (me,)):
                     tiles.difference_update(layout.tile_ids_of(1 + column))
         return frozenset(tiles)
+
+
+@dataclass(frozen=True)
+class SavedLead:
+    """What a peer is ahead by a checkpoint: at its start, and when it begins a round anew while it runs."""
+
+    folder: Path
+    """Of the checkpoints."""
+    store: Path
+    info: RunInfo
+    me: PeerId
+    layout: Layout
+    disk: Disk
+    learning: TrainingSetup
+
+    def __call__(self, tip: Manifest) -> RebasedState | None:
+        """By the newest whole checkpoint, to which the trainer goes back if there is any; see `Resumed.values_ahead`.
+
+        What is damaged is said at the next start.
+        """
+        if not self.learning.config.sync.takes_turns:
+            return None
+        resumed = Resumed.load(self.folder, self.info, self.layout, lambda event: None, self.store)
+        return None if resumed is None else self.of(resumed, tip)
+
+    def of(self, resumed: Resumed, tip: Manifest) -> RebasedState | None:
+        """By this checkpoint."""
+        learning = self.learning
+        return resumed.values_ahead(tip, self.me, self.layout, self.disk, learning.trainer, learning.config.sync)

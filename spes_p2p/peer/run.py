@@ -41,7 +41,7 @@ from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, PauseTriggers
-from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
+from spes_p2p.peer.resume import Resumed, SavedLead, Saver, TrainingSetup
 from spes_p2p.peer.stopping import leaving_on_signals
 from spes_p2p.peer.training import LoopOptions, TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
@@ -198,14 +198,13 @@ def _train(
         dump = RoundDump(
             options.dump_rounds, connection.layout, me, config.sync.merge_top_k, lambda tip: outer_steps(rules, tip)
         )
-    loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.until_round, pause))
+    saved_lead = SavedLead(checkpoints, store, info, me, connection.layout, connection.disk, learning)
+    loop_options = LoopOptions(dump, options.until_round, pause, saved_lead)
+    loop = TrainingLoop(connection, learning, bus.emit, saver, loop_options)
     restored = _restore(resumed, tip, me, learning)
     values_ahead = None
     if resumed is not None and restored is None:
-        values_ahead = partial(
-            resumed.values_ahead,
-            me=me, layout=connection.layout, disk=connection.disk, trainer=learning.trainer, sync=config.sync,
-        )  # fmt: skip
+        values_ahead = partial(saved_lead.of, resumed)
     del resumed  # it maps a checkpoint that may be removed while training goes on
     try:
         loop.begin(tip.manifest, restored, values_ahead)

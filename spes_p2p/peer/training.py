@@ -115,12 +115,14 @@ class Save(Protocol):
 class LoopOptions:
     """`dump`: where what goes into rounds is written. `last_round`: the round with which this peer is done.
 
-    While `pause` says so nothing is trained: the peer is ready with what it has, and follows the rounds.
+    While `pause` says so nothing is trained: the peer is ready with what it has, and follows the rounds. `saved_ahead`:
+    what the newest checkpoint is ahead of a state, for a round that begins anew although this peer has trained before.
     """
 
     dump: RoundDump | None = None
     last_round: int | None = None
     pause: PauseSwitch | None = None
+    saved_ahead: ValuesAhead | None = None
 
 
 class TrainingLoop:
@@ -320,8 +322,9 @@ class TrainingLoop:
                 if isinstance(self._loader, LeasedLoader):
                     self._loader.use(place.ranges, place.consumed)
             case stages.Load():
-                ahead, self._values_ahead = self._values_ahead, None
-                self._adopt(action, ahead and ahead(action.turn.manifest))
+                ahead, self._values_ahead = self._values_ahead, self._options.saved_ahead
+                begins_anew = action.rebase is None and not action.restored
+                self._adopt(action, ahead(action.turn.manifest) if ahead is not None and begins_anew else None)
             case stages.StandAside(newest):
                 self.trainer.wake()  # before what it would load is gone
                 self.values.end()

@@ -56,10 +56,7 @@ class GuestWork:
         """
         if left_out:
             self._ahead_of = {place: torch.zeros_like(values) for place, values in self._all_coordinates()}
-        for column in set(self._marks) - set(marks):
-            self._place(column, None)
-            self._optimizer.end_guest(column)
-            del self._marks[column]
+        self._end(set(self._marks) - set(marks))
         for column in sorted(set(marks) - set(self._model.owned)):
             if self._marks.get(column) != marks[column]:
                 size = sum(guests.basis(which)[0].numel() for _, guests, which, _ in self._places(column))
@@ -68,6 +65,13 @@ class GuestWork:
                 self._begin(column, marks[column])
         self._ahead_of.clear()
         self._saved.clear()
+
+    def _end(self, columns: Collection[int]) -> None:
+        """Trains nothing in these columns."""
+        for column in columns:
+            self._place(column, None)
+            self._optimizer.end_guest(column)
+            del self._marks[column]
 
     def _begin(self, column: int, mark: Hash) -> None:
         """With what was saved of the same basis, or afresh."""
@@ -79,8 +83,13 @@ class GuestWork:
             self._optimizer.guests[column].tensors[name].detach().copy_(values)
         self._marks[column] = mark
 
+    @torch.no_grad()
     def restore(self, saved: Mapping[int, SavedGuest]) -> None:
-        """What a checkpoint has, to be taken up by the next `use` where the basis is still the same."""
+        """What a checkpoint has, to be taken up by the next `use` where the basis is still the same.
+
+        What is trained now ends.
+        """
+        self._end(list(self._marks))
         self._saved = dict(saved)
 
     def saved(self) -> dict[int, SavedGuest]:

@@ -26,7 +26,7 @@ from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.assign import Ownership
 from spes_p2p.peer import resume
-from spes_p2p.peer.resume import Resumed, Saver, TrainingSetup
+from spes_p2p.peer.resume import Resumed, SavedLead, Saver, TrainingSetup
 from spes_p2p.peer.run import _restore
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.sync.chain import Chain
@@ -391,6 +391,35 @@ def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(
         done = slice(tiles[tile].start, tiles[tile].stop)
         expected[done] = new[done]
     assert np.array_equal(carried.block(0), expected)
+
+
+def test_a_running_peer_goes_back_to_what_its_checkpoint_is_ahead(tmp_path: Path) -> None:
+    """What it trained since does not count."""
+    turns = "sync.vocabulary_rounds=3", "sync.tile_values=128"
+    life = saved_life(tmp_path, *turns)
+    trained, moments = life.trainer.contribution(0), life.trainer.moments(OWNED[0])
+    life.train(2)
+    tip, learning = Tip(life, tmp_path, ()), TrainingSetup(life.config, life.trainer, life.loader, life.dataset)
+    lead = SavedLead(life.checkpoints, tmp_path, life.run.info, A, life.run.layout, cast(Disk, tip), learning)
+    carried = lead(tip.manifest)
+    assert carried is not None
+    new, old = tip.store.version(2).block(0), life.store.version(0).block(0)
+    assert np.array_equal(carried.block(0), new + (trained - old))
+    assert life.trainer.moments(OWNED[0]).steps == moments.steps
+    assert not life.events
+
+
+def test_a_running_peer_without_a_lead_on_its_disk_stays_as_it_is(tmp_path: Path) -> None:
+    turns = "sync.vocabulary_rounds=3", "sync.tile_values=128"
+    life = saved_life(tmp_path, *turns, uncounted_tokens=7)
+    life.train(2)
+    steps, tip = life.trainer.moments(OWNED[0]).steps, Tip(life, tmp_path, ())
+    learning = TrainingSetup(life.config, life.trainer, life.loader, life.dataset)
+    for folder in (life.checkpoints, tmp_path / "none"):
+        lead = SavedLead(folder, tmp_path, life.run.info, A, life.run.layout, cast(Disk, tip), learning)
+        assert lead(tip.manifest) is None
+    assert life.trainer.moments(OWNED[0]).steps == steps
+    assert not life.events
 
 
 def test_nothing_is_saved_of_a_history_that_has_just_lost(tmp_path: Path) -> None:

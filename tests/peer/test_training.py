@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -32,8 +33,8 @@ from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.presence import Progress
-from spes_p2p.peer.resume import TrainingSetup
-from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, StepLimits, TrainingLoop
+from spes_p2p.peer.resume import SavedLead, TrainingSetup
+from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, StepLimits, TrainingLoop, ValuesAhead
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.guests import Bases
@@ -86,6 +87,7 @@ class Story:
         self.ready: list[Work] = []
         self.on_ready: Callable[[Work], None] = lambda work: self.commit(counted=True)
         self.saved: list[tuple[Manifest, Version, Uncounted, bool, int]] = []
+        self.saved_ahead: ValuesAhead = lambda manifest: None
         self.others: list[Any] = []
         self.lost_round: int | None = None
         self.limits: list[int] = []
@@ -109,7 +111,7 @@ class Story:
         """Makes the loop."""
         self.dataset, self.loader = dataset, LeasedLoader(dataset, self.config)
         learning = TrainingSetup(self.config, self.trainer, self.loader, dataset)
-        options = LoopOptions(None, last_round, self.pause)
+        options = LoopOptions(None, last_round, self.pause, lambda manifest: self.saved_ahead(manifest))
         self.loop = TrainingLoop(self.connection, learning, self._emit, self._save, options)
 
     @property
@@ -327,6 +329,84 @@ def test_who_comes_back_begins_with_what_it_is_ahead_once_it_is_a_member(story: 
     story.commit(counted=False)
     story.loop.take(story.gate.wait(0.0))
     assert asked == [1], "later rounds know what it is ahead"
+
+
+@pytest.mark.parametrize("why", ["let go", "other history"])
+def test_who_has_nothing_to_carry_begins_with_what_its_checkpoint_is_ahead(story: Story, why: str) -> None:
+    """As after a restart: what was counted in tokens and has had no turn is on its disk alone."""
+    start, asked, is_in = Start(story.store.version(0)), list[int](), True
+
+    def saved_ahead(manifest: Manifest) -> Start:
+        asked.append(manifest.round)
+        return start
+
+    def go_on() -> None:
+        story.loop.take(story.gate.wait(0.0))
+
+    story.saved_ahead = saved_ahead
+    story.connection.is_member = lambda: is_in
+    story.loop.begin(story.manifest)
+    story.loop.hand_in()
+    go_on()
+    story.commit(counted=False)
+    go_on()
+    assert asked == [], "memory has all of it"
+    if why == "let go":
+        is_in = False
+        story.commit(counted=False)
+        go_on()
+        assert asked == []
+        is_in = True
+        story.commit(counted=False)
+    else:
+        story.switch()
+    go_on()
+    assert asked == [story.round]
+    np.testing.assert_array_equal(story.values(), start.block(0))
+
+
+def test_who_was_let_go_and_is_named_again_is_ahead_as_before(tmp_path: Path) -> None:
+    """With real checkpoints: what was counted and has had no turn goes on, what was trained since does not."""
+    story = Story(tmp_path, "sync.vocabulary_rounds=3", "sync.tile_values=128")
+    loop, info, is_in = story.loop, story.run.info, True
+
+    def save(manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
+        private = {
+            "round": manifest.round, "manifest": manifest_hash(manifest), "uncounted": {"tokens": 0, "steps": 0},
+            "trainer": story.trainer.private_state(), "loader": story.loader.state_dict(),
+        }  # fmt: skip
+        save_checkpoint(
+            tmp_path / "checkpoints", version, manifest.step, private, {"fingerprint": info.fingerprint.hex()}, 2
+        )
+
+    def go_on() -> Values:
+        loop.take(story.gate.wait(0.0))
+        return story.values()
+
+    learning = TrainingSetup(story.config, story.trainer, story.loader, story.dataset)
+    disk = story.connection.disk
+    disk.chain.find = lambda round: story.commits[round]
+    disk.chain.has = lambda head, round: manifest_hash(story.commits[round].manifest) == head
+    loop.save = save
+    story.saved_ahead = SavedLead(
+        tmp_path / "checkpoints", tmp_path / "state", info, A, story.run.layout, disk, learning
+    )
+    story.connection.is_member = lambda: is_in
+    story.on_ready = lambda work: story.commit(counted=True, vocabulary=False)
+    loop.begin(story.manifest)
+    loop._train()
+    ahead = go_on() - story.store.version(1).block(0)
+    loop._run_steps(1, lambda: False, lambda share: False)
+    is_in = False
+    story.commit(counted=False)
+    go_on()
+    assert story.loop.machine.stage is Stage.OUTSIDE
+    is_in = True
+    story.commit(counted=False)
+    np.testing.assert_allclose(go_on(), story.store.version(3).block(0) + ahead, atol=1e-6)
+    last = story.run.layout.tiles[vocabulary_tiles(story.run.layout) - 1]
+    assert np.abs(ahead[: last.stop]).max() > 1e-4
+    assert not ahead[last.stop :].any()
 
 
 def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(

@@ -275,6 +275,30 @@ def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Pa
     assert all(np.array_equal(after[column].values, again[column].values) for column in FOREIGN)
 
 
+def test_a_running_guest_goes_back_to_what_was_saved(tmp_path: Path) -> None:
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    saved = trainer.coordinates()
+    write_private(tmp_path, trainer.private_state())
+    losses = [trainer.train_step(batch_of(seed)).loss for seed in (1, 2)]
+    trainer.adopt((1, 3), initial(config), 1)  # and from 3 it is no guest any more
+    trainer.use_bases(bases(config, (0, 2, 5)))
+    trainer.adopt(OWNED, initial(config), 0)
+    trainer.load_private_state(read_private(tmp_path))
+    trainer.use_bases(bases(config))
+    found = trainer.coordinates()
+    assert all(np.array_equal(found[column].values, saved[column].values) for column in FOREIGN)
+    assert [trainer.train_step(batch_of(seed)).loss for seed in (1, 2)] == losses
+    trainer.load_private_state(read_private(tmp_path))
+    trainer.use_bases(bases(config, (0, 3)))
+    assert set(trainer.coordinates()) == {0, 3}
+    for bank in transformer_of(trainer._rank).banks:
+        assert bank.guests is not None
+        assert not bank.guests.coordinates("up")[bank.slot(2)].any()
+        assert not bank.guests.basis("up")[bank.slot(2)].any()
+
+
 @pytest.mark.parametrize("names", [("muon", "adamw"), ("adamw", "muon")])
 def test_an_interrupted_guest_may_go_on_with_another_optimizer(tmp_path: Path, names: tuple[str, str]) -> None:
     first, then = (guest_config(f"optimizer.name={name}") for name in names)
