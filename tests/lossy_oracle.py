@@ -128,7 +128,7 @@ class Ledger:
         after = [np.array(before[block]) for block in range(len(self.codecs))]
         weights = {entry.peer: entry.tokens for entry in child.roster}
         for piece in child.slices:
-            owners = parent.ownership[piece.block - 1] if piece.block else ()
+            owners: Sequence[str] = parent.ownership[piece.block - 1] if piece.block else ()
             sole = tuple(owners) == (piece.reducer,)
             for tile_id in range(piece.first_tile, piece.first_tile + piece.tiles):
                 block, start, stop = self.tiles[tile_id]

@@ -136,7 +136,7 @@ def test_one_that_went_astray_does_not_spoil_embedding_and_head(turns: int) -> N
     rules = dataclasses.replace(run_rules(columns=1, shared_tiles=1), vocabulary=Vocabulary(1, turns))
     values = changes(1.0, 1.1, 0.9, 1.2, 1e6)
     roster = {peer: Contribution(peer, 8, 1 if peer == "p3" else 100, 8) for peer in values}  # p3 is about to leave
-    values["p3"] /= 1 if turns > 1 else 100
+    values[PeerId("p3")] /= 1 if turns > 1 else 100
     piece = Slice(0, 0, 1, PeerId("p0"), tuple(values))
     assert unfit(rules, layout, piece, roster, values, BASE) == {"p4": TOO_LARGE}
 
