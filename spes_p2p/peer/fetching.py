@@ -7,7 +7,6 @@ network; the disk that it needs is a folder that the caller removes.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.tasks import in_thread
 
 T = TypeVar("T")
 ANSWER_SECONDS = 15.0
@@ -72,7 +72,10 @@ async def fetch_newest(
 
 
 class RunFetcher:
-    """Follows the chain of a live run, and fetches its newest state; both lie in `folder`. To be closed."""
+    """Follows the chain of a live run, and fetches its newest state; both lie in `folder`. To be closed.
+
+    Whatever is cancelled ends when nothing writes there any more: then the folder can be removed.
+    """
 
     def __init__(
         self,
@@ -92,9 +95,7 @@ class RunFetcher:
         self._check = EnvelopeChecker(network.verifier).check
         self._heads: Mapping[PeerId, HeadRecord] = {}
         """The peers of the run at the time when the newest commit was looked up."""
-        self._headers = CatchUp(
-            info, run.rules, self._check, self.chain, self._store, self._transfers, asyncio.to_thread
-        )
+        self._headers = CatchUp(info, run.rules, self._check, self.chain, self._store, self._transfers, in_thread)
 
     def close(self) -> None:
         self._store.close()
@@ -157,8 +158,8 @@ class RunFetcher:
             self._report(done, total)
 
         wanted = dict(enumerate(theirs))
-        await fill_state(staging, wanted, store, self._transfers, holders, asyncio.to_thread, report)
-        return await asyncio.to_thread(partial(_published, staging))
+        await fill_state(staging, wanted, store, self._transfers, holders, in_thread, report)
+        return await in_thread(partial(_published, staging))
 
 
 def _published(staging: Staging) -> Version:

@@ -36,11 +36,7 @@ class Tasks:
         running = asyncio.get_running_loop().run_in_executor(None, work)
         self._threads[running] = None
         running.add_done_callback(lambda done: self._threads.pop(done, None))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
+        return await _to_its_end(running)
 
     def halt(self) -> None:
         """Cancels all tasks and begins none any more; does not wait for them."""
@@ -59,3 +55,16 @@ class Tasks:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None and not self.stopped:
             self._failed(error)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The same as `Tasks.in_thread`, for one that waits for its threads in any case."""
+    return await _to_its_end(asyncio.get_running_loop().run_in_executor(None, work))
+
+
+async def _to_its_end(running: asyncio.Future[T]) -> T:
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

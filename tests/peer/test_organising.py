@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from spes_p2p.peer.organising import (
     after_ban,
     check_can_fall,
     first_to_end_with,
+    histories_of,
     history,
     kept_history,
 )
@@ -29,6 +34,7 @@ from spes_p2p.sync.chain import Chain
 from tests.cli.test_status import ANNA, REPORT, peer
 from tests.peer.real import make_tokens
 from tests.sync.chains import A, MadeRun
+from tests.sync.test_report import Scene
 
 ANNAS = peer(ANNA, "member")
 MINE = NewRun("mine", "tiny", "", peers=3, experts_per_peer=3)
@@ -128,6 +134,40 @@ def test_who_is_banned_is_named_in_the_round_that_takes_it_up() -> None:
     lines = list(history([commits[0], *later]))
     assert [(line.banned, line.electors) for line in lines] == [((), 1), (("mallory",), 1), ((), 1)]
     assert history_text(lines).count("banned: allory") == 1
+
+
+def test_who_stops_while_certificates_come_leaves_no_folder_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread writes them down, which does not end with whoever waits for it."""
+    writing, append = threading.Event(), Chain.append
+    written: list[int] = []
+
+    def slow(chain: Chain, commit: Commit) -> None:
+        writing.set()
+        time.sleep(0.05)
+        append(chain, commit)
+        written.append(commit.manifest.round)
+
+    async def main() -> None:
+        scene = Scene(tmp_path / "scene")
+        commits = scene.run.chain(3)
+        await scene.announce_run()
+        await scene.announce_head(commits[-1])
+        await scene.serve(commits)
+        monkeypatch.setattr(Chain, "append", slow)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+        (tmp_path / "tmp").mkdir()
+        looking = asyncio.create_task(histories_of(scene.network.peer("reader"), None, None))
+        while not writing.is_set():
+            await asyncio.sleep(0.001)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert written == [0, 1, 2]
+
+    asyncio.run(main())
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_folder_without_history_is_told(tmp_path: Path) -> None:
