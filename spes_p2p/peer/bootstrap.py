@@ -190,9 +190,9 @@ async def _open(options: BootstrapOptions) -> HivemindNetwork:
     """
     identity, fingerprint = options.folder / "identity.key", options.mirror.fingerprint if options.mirror else None
     given, known = options.network.initial_peers, kept_addresses(options.folder, fingerprint)
-    everybody = replace(options.network, initial_peers=tuple(dict.fromkeys((*given, *known))))
+    everybody = replace(options.network, known_peers=known)
     is_needed = given and (options.mirror is None or kept_run(options.folder, fingerprint) is None)
-    if is_needed or not everybody.initial_peers:
+    if is_needed or not (given or known):
         return await open_network(everybody, identity)
     with contextlib.suppress(NetworkError):
         network = await open_network(everybody, identity)

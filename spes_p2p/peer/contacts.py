@@ -15,7 +15,7 @@ from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.kept_invite import INVITE_FILE
 from spes_p2p.peer.options import PeerOptions
-from spes_p2p.swarm.invite import ADDRESSES_EACH, Invite, encode, invited_to, is_name, to_be_shown
+from spes_p2p.swarm.invite import ADDRESSES_EACH, Invite, encode, invited_to, is_name, leads_to_a_node, to_be_shown
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.genesis import RunInfo
 
@@ -39,7 +39,7 @@ def kept_addresses(folder: Path, fingerprint: str | None = None) -> tuple[str, .
     except (OSError, ValueError):  # it knew none
         return ()
     wanted = (fingerprint or "").lower()
-    return tuple(addresses[:MOST_ADDRESSES]) if name.startswith(wanted) else ()
+    return _sound(addresses)[:MOST_ADDRESSES] if name.startswith(wanted) else ()
 
 
 def first_addresses(options: PeerOptions) -> tuple[str, ...]:
@@ -55,6 +55,11 @@ def first_addresses(options: PeerOptions) -> tuple[str, ...]:
     return addresses
 
 
+def _sound(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those by which a node can be found, each once: what somebody mistyped would fail whenever this node returns."""
+    return tuple(filter(leads_to_a_node, dict.fromkeys(addresses)))
+
+
 class Contacts:
     """Made when a node is in a run's DHT; `word` is the newest invitation."""
 
@@ -62,7 +67,7 @@ class Contacts:
         """`given`: the addresses by which this node came."""
         self._folder, self._info, self._me = folder, info, me
         before = kept_addresses(folder, info.fingerprint.hex())
-        self._known = tuple(dict.fromkeys((*before, *given)))[:MOST_ADDRESSES]
+        self._known = _sound((*before, *given))[:MOST_ADDRESSES]
         self._written: tuple[str, tuple[str, ...]] | None = None
         self.word = ""
 
@@ -75,7 +80,7 @@ class Contacts:
         newest = [address for one in others for address in to_be_shown(one.addresses)[:ADDRESSES_EACH]]
         # names stay, whoever is behind them now
         names = [address for address in self._known if is_name(address)]
-        self._known = tuple(dict.fromkeys((*newest, *names, *self._known)))[:MOST_ADDRESSES]
+        self._known = _sound((*newest, *names, *self._known))[:MOST_ADDRESSES]
         with contextlib.suppress(StorageFull):  # which is told by who writes the state; the next change tries again
             self._keep()
         return self.word != before

@@ -69,7 +69,7 @@ async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNet
     """
     split_overrides(options.overrides)
     addresses = first_addresses(options)
-    network = await open_network(replace(options.network, initial_peers=addresses), options.folder / "identity.key")
+    network = await open_network(replace(options.network, known_peers=addresses), options.folder / "identity.key")
     if said := reach_text(network):
         say(said)
     return network, addresses

@@ -27,6 +27,7 @@ async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwo
         options.announce_maddrs,
         options.client_mode,
         StreamLimits(upload_bytes_per_second=options.max_upload, download_bytes_per_second=options.max_download),
+        known_peers=options.known_peers,
     )
 
 

@@ -38,6 +38,8 @@ class NetworkOptions:
     client_mode: bool = False
     max_upload: float | None = None
     max_download: float | None = None
+    known_peers: tuple[str, ...] = ()
+    """Where this node found others in an earlier life."""
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,12 @@ ADDRESSES_EACH = 2
 MAX_CHARACTERS = 2000
 LEAST_CHARACTERS = 40
 """A shorter string is not taken for an invitation: a folder may be named `spes1`."""
+LEAST_ID = 46
+"""Characters of a peer id: the hash of a key is 34 bytes or more."""
 _SHAPE = re.compile(rf"{MARK}(\d)(\w+)", re.IGNORECASE | re.ASCII)
 _TCP = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
 _ADDRESS = re.compile(r"/[!-~]{1,256}")
+_BASE = re.compile(r"(/[a-z0-9-]+/[^/\s]+)+")
 _NAME = re.compile(r"/(dns|dns4|dns6|dnsaddr)/[^/]+(/.*)?")
 _FIX = "copy the whole invitation again; whoever runs the bootstrap node can print it with: spes-p2p invite"
 
@@ -200,6 +203,14 @@ def is_public(address: str) -> bool:
 def is_name(address: str) -> bool:
     """Whether it is a name that can come to stand for another machine."""
     return _NAME.fullmatch(address) is not None
+
+
+def leads_to_a_node(address: str) -> bool:
+    """Whether it ends in /p2p/ and a peer id, or is /dnsaddr/."""
+    base, _, peer = address.rpartition("/p2p/")
+    if address.startswith(LISTING):
+        return True
+    return _BASE.fullmatch(base) is not None and len(peer) >= LEAST_ID and _is_sound(address, PeerId(peer))
 
 
 def _of_each(records: Iterable[PeerRecord]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.peer.contacts import MOST_ADDRESSES, Contacts, kept_addresses
+from spes_p2p.peer.contacts import ADDRESSES_FILE, MOST_ADDRESSES, Contacts, kept_addresses
 from spes_p2p.peer.kept_invite import INVITE_FILE, kept_invite
 from spes_p2p.swarm.invite import decode
 from spes_p2p.swarm.records import PeerRecord
@@ -68,6 +68,16 @@ def test_addresses_of_another_run_are_not_used(tmp_path: Path) -> None:
     contacts = Contacts(tmp_path, other, ME, ())
     contacts.learnt([replace(record(3), run_id="other")])
     assert kept_addresses(tmp_path) == record(3).addresses
+
+
+def test_what_somebody_mistyped_is_not_remembered(tmp_path: Path) -> None:
+    wrong = ("192.0.2.2:31337", "/ip4/192.0.2.2/tcp/31337", "/dns4/example.org/tcp/1", "/ip4/192.0.2.2/tcp/1/p2p/Qm")
+    contacts = Contacts(tmp_path, INFO, ME, (*wrong, *record(3).addresses))
+    contacts.learnt([record(2)])
+    assert kept_addresses(tmp_path) == (*record(2).addresses, *record(3).addresses)
+    file = tmp_path / ADDRESSES_FILE
+    file.write_text(f"{file.read_text()}{wrong[0]}\n")  # as it was kept before
+    assert kept_addresses(tmp_path) == (*record(2).addresses, *record(3).addresses)
 
 
 @pytest.mark.parametrize("content", ["", "zz", "\x00"])

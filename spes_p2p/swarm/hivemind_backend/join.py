@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ STRAGGLER_SECONDS = 1.0
 """Once one peer has answered, the others get this much more."""
 UNREACHABLE = "is unreachable: no route or no such name"
 MOST_SHOWN = 4
-"""Most silent initial peers to name if others answer; a returning peer may know many that are gone."""
+"""Most silent initial peers to name if others answer: an invitation may be old."""
 logger = logging.getLogger(__name__)
 LOOKUP_SECONDS = 3.0
 MOST_LISTED = 8
@@ -97,9 +97,9 @@ async def meet(
     addresses: Sequence[str],
     wall_clock: Callable[[], float],
     ask_about: PeerId | str = "",
-    again: bool = False,
+    quiet: Collection[str] = (),
 ) -> list[Reached]:
-    """The initial peers that answer and whose clocks agree with ours. `again`: another call tells who does not answer.
+    """The initial peers that answer and whose clocks agree with ours. `quiet`: addresses that may fail unnoticed.
 
     Raises NobodyAnswers with a reason for each address when none answers, and ClockSkewed when all that answer disagree
     with our clock.
@@ -119,10 +119,11 @@ async def meet(
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     if not reached:
         raise _nobody(failed)
-    for one in () if again else failed[:MOST_SHOWN]:
+    told = [one for one in failed if one.address not in quiet]
+    for one in told[:MOST_SHOWN]:
         logger.warning("initial peer %s %s; others answer", one.address, one.reason)
-    if len(failed) > MOST_SHOWN and not again:
-        logger.warning("%d more initial peers do not answer", len(failed) - MOST_SHOWN)
+    if len(told) > MOST_SHOWN:
+        logger.warning("%d more initial peers do not answer", len(told) - MOST_SHOWN)
     return _with_our_clock(reached)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,17 @@ class HivemindNetwork:
     folder: str
     """Holds the daemon's sockets; temporary."""
 
-    def __init__(self, initial_peers: list[str], options: dict[str, Any], wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        initial_peers: Sequence[str],
+        known_peers: Sequence[str],
+        options: dict[str, Any],
+        wall_clock: Callable[[], float],
+    ) -> None:
         """Nothing runs before `start`. `options`: those of the daemon."""
-        self._initial_peers, self._options, self._wall_clock = initial_peers, options, wall_clock
+        self._initial_peers = list(dict.fromkeys((*initial_peers, *known_peers)))
+        self._quiet = set(known_peers) - set(initial_peers)
+        self._options, self._wall_clock = options, wall_clock
         self._stack = AsyncExitStack()
         self._life = AsyncExitStack()
         """The daemon of now, and its place in the DHT."""
@@ -96,15 +104,18 @@ class HivemindNetwork:
         client_mode: bool = False,
         limits: StreamLimits = DEFAULT_LIMITS,
         wall_clock: Callable[[], float] = time.time,
+        known_peers: Sequence[str] = (),
     ) -> HivemindNetwork:
-        """Joins the DHT of `initial_peers`, or founds one when there are none.
+        """Joins the DHT of `initial_peers` and `known_peers`, or founds one when there are none.
 
         `identity_path`: made on first use; None for an identity of this run alone. `client_mode`: listens nowhere, and
         is reached through the connections that it opens; so it is, too, where a peer that was asked to dial it could
-        not (see `reach`). `wall_clock` is compared with that of the initial peers.
+        not (see `reach`). `wall_clock` is compared with that of the initial peers. `known_peers` are asked as well, but
+        nobody gave them: if others answer, nothing is said of those that do not.
         Raises NetworkError (a reason for each initial peer; DaemonEnded), IdentityInUse, ClockSkewed, ConfigError.
         """
-        self = cls(list(initial_peers), _daemon_options(host_maddrs, announce_maddrs, client_mode), wall_clock)
+        options = _daemon_options(host_maddrs, announce_maddrs, client_mode)
+        self = cls(initial_peers, known_peers, options, wall_clock)
         try:
             self._take_identity(identity_path)
             await self.daemon.work(self._start(limits, tuple(filter(is_listing, announce_maddrs))))
@@ -130,7 +141,7 @@ class HivemindNetwork:
         self.transport = HivemindTransport(self.daemon, limits)
         self.transport.own_addresses.names = names
         await self._attach()
-        reached = await self._meet(self._initial_peers)
+        reached = await self._meet(self._initial_peers, self._quiet)
         if reached and await self._is_hidden(reached):
             reached = await self._hide()
         validator = EnvelopeValidator(self.verifier)
@@ -154,9 +165,9 @@ class HivemindNetwork:
         p2p = self.daemon.p2p
         await self.transport.attach(HelloHandler(p2p, self._wall_clock), DialBackHandler(p2p, start_scout))
 
-    async def _meet(self, addresses: list[str], again: bool = False) -> list[Reached]:
+    async def _meet(self, addresses: list[str], quiet: Collection[str]) -> list[Reached]:
         """See `meet`; nobody where there are no addresses."""
-        return await meet(self.daemon.p2p, addresses, self._wall_clock, again=again) if addresses else []
+        return await meet(self.daemon.p2p, addresses, self._wall_clock, quiet=quiet) if addresses else []
 
     async def _is_hidden(self, reached: list[Reached]) -> bool:
         """Whether nobody can dial us; not asked where we listen nowhere or on loopback, or were told our address."""
@@ -177,7 +188,7 @@ class HivemindNetwork:
         await self._start_daemon()
         await self._attach()
         self.daemon.ended.clear()
-        return await self._meet(self._initial_peers, again=True)
+        return await self._meet(self._initial_peers, quiet=self._initial_peers)  # it was said before
 
     async def _end_life(self) -> None:
         await self._life.aclose()
@@ -221,7 +232,7 @@ class HivemindNetwork:
         known = list(dict.fromkeys((*self.transport.connections.book.texts()[:_MOST_ASKED], *self._initial_peers)))
         reached: list[Reached] = []
         with contextlib.suppress(NetworkError):
-            reached = await self._meet(known)
+            reached = await self._meet(known, self._quiet)
         self.directory.move_to(await self._join_dht(reached, self.directory.validator))
         self.daemon.ended.clear()
 
@@ -293,7 +304,7 @@ async def _check_identity_free(
     own = identity.signer.peer_id
     scout = await start_daemon(folder, **_SCOUT)
     try:
-        reached = await meet(scout, initial_peers, wall_clock, ask_about=own, again=True)
+        reached = await meet(scout, initial_peers, wall_clock, ask_about=own, quiet=initial_peers)
         known_alive = any(one.met.alive or one.peer == own for one in reached)
         if known_alive or await _is_found(scout, own):
             raise in_use(identity.path, "in this swarm")
