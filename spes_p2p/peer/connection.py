@@ -74,8 +74,9 @@ class Connection:
         self.wishes = Wishes(gate.wish, lambda: has_company(self.others()), lambda: vouches_in(options.folder))
         self.data = DataSupply(network, found, options, data_traffic, gate.notice, gate.failed)
         self.presence = Presence(
-            self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause, options.token
-        )
+            self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause,
+            lambda: gate.stopping or self.wishes.intent.leaving, options.token,
+        )  # fmt: skip
         self._node = Node(network, MonotonicClock(), say)
         self._beside = Tasks(gate.failed)
         self._ends = contextlib.AsyncExitStack()
@@ -208,6 +209,7 @@ class Connection:
         self.wishes.want(self._first_intent(columns_that_fit), may_shrink=options.max_experts is None)
         intent = self.wishes.intent
         announcer = self._announcer = Announcer(self.presence, run.info, self._network, self.gate.failed)
+        ends.push_async_callback(self._say_last, announcer)
         ends.push_async_callback(announcer.stop)
         await announcer.start()
         self.data.start(self.known)
@@ -238,6 +240,10 @@ class Connection:
         self._beside.spawn(self.wishes.look_around(run.heartbeat_seconds))
         self._beside.spawn(self._network.keep_alive(lambda text: self.gate.notice(Notice("network", text))))
         return disk.tip
+
+    async def _say_last(self, announcer: Announcer) -> None:
+        self.presence.has_left = True
+        await announcer.say_last()
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
         options, experts_per_peer = self._options, self.config.swarm.experts_per_peer

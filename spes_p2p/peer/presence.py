@@ -22,6 +22,8 @@ from spes_p2p.peer.phases import phase_of
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.records import MAX_ADDRESSES, MAX_SPEED, PeerRecord
 from spes_p2p.swarm.vitals import (
+    LEAVING,
+    LEFT,
     MAX_BYTES,
     MAX_EXPERTS,
     MAX_LOAD_PERCENT,
@@ -137,11 +139,13 @@ class Presence:
     _contacts: Contacts
     _data: DataSupply
     _is_paused: Callable[[], bool]
+    _is_leaving: Callable[[], bool]
     _token: bytes = b""
 
     def __post_init__(self) -> None:
         self.progress = Progress()
         self.vitals = VitalsKeeper()
+        self.has_left = False
         self._joined_at = int(time.time())
         self._driver: Driver | None = None
         self._chain: Chain | None = None
@@ -193,6 +197,8 @@ class Presence:
         )
 
     def _phase(self) -> str:
+        if self.has_left or self._is_leaving():
+            return LEFT if self.has_left else LEAVING
         if self._is_paused():
             return "paused"
         core = self._driver.core if self._driver is not None else None

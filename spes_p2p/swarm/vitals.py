@@ -12,6 +12,8 @@ from spes_p2p.bounds import Bounded, between, length, matching
 
 PHASES = ("train", "close", "reduce", "vote", "apply")
 """The parts of a round, in their order; `phase_seconds` has one number for each."""
+LEAVING, LEFT = "leaving", "left"
+"""Phases of a peer that goes, and in the last record that it publishes."""
 MAX_LOSS = 1e6
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**60

@@ -40,6 +40,8 @@ EVERY_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """How soon a new certificate is published."""
 TTL_SECONDS = 45.0
+LAST_SECONDS = 0.5
+"""Most time for the last record of a node that goes."""
 MOST_REMEMBERED = 64
 """Most peers to remember for reconnecting a DHT that has fallen apart."""
 
@@ -104,8 +106,7 @@ class Announcer:
         round, head = (newest[0].manifest.round, manifest_hash(newest[0].manifest)) if newest else (0, b"")
         info = self._info
         run = RunRecord(info.run_id, info.fingerprint, info.organiser, WIRE_VERSION, round, head, addresses)
-        peer = fitting(replace(self._node.describe(), written_at_seconds=int(self._wall_clock())))
-        records = {RUNS_KEY: pack(run), peers_key(info.run_id): pack(peer)}
+        records = {RUNS_KEY: pack(run), peers_key(info.run_id): pack(self._own_record())}
         if newest is not None:
             records[heads_key(info.run_id)] = pack(head_record(newest[0], int(newest[1])))
         refused: NetworkError | None = None
@@ -118,6 +119,15 @@ class Announcer:
                 refused = error
         if refused is not None:
             raise refused
+
+    async def say_last(self) -> None:
+        """Publishes the node's own record once more, after `stop`, if somebody takes it soon: it goes."""
+        with contextlib.suppress(NetworkError, TimeoutError):
+            async with asyncio.timeout(LAST_SECONDS):
+                await self._directory.publish(peers_key(self._info.run_id), pack(self._own_record()), TTL_SECONDS)
+
+    def _own_record(self) -> PeerRecord:
+        return fitting(replace(self._node.describe(), written_at_seconds=int(self._wall_clock())))
 
     async def learn(self) -> None:
         """Reads who is there and where; keeps what was known when nobody answers."""

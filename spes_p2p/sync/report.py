@@ -25,7 +25,7 @@ from spes_p2p.ownership.assign import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
 from spes_p2p.swarm.ports import Network, Transport
 from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunGroup
-from spes_p2p.swarm.vitals import Vitals
+from spes_p2p.swarm.vitals import LEAVING, LEFT, Vitals
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.announced import (
     ANSWER_SECONDS,
@@ -266,26 +266,29 @@ def _state(record: PeerRecord, members: Collection[PeerId], manifest: Manifest |
     fresh = _is_fresh(record, now)
     if record.role == "bootstrap":
         return "bootstrap"
+    if record.vitals.phase == LEFT:
+        return "left"
     if record.peer in members:
         return "member" if fresh else "silent"
-    if not fresh:
+    if not fresh or record.vitals.phase == LEAVING:
         return "left"
     return "joining" if manifest else "waiting"
 
 
 def _is_fresh(record: PeerRecord, now: float) -> bool:
-    return now - record.written_at_seconds <= FRESH_SECONDS
+    return record.vitals.phase != LEFT and now - record.written_at_seconds <= FRESH_SECONDS
 
 
 def _peer_line(record: PeerRecord, state: str) -> PeerLine:
+    has_left = state == "left"
     return PeerLine(
         record.peer,
         state,
         record.round,
         record.step,
         record.tokens,
-        record.tokens_per_second,
-        record.owned,
+        0.0 if has_left else record.tokens_per_second,
+        () if has_left else record.owned,
         record.version,
         record.written_at_seconds,
         record.addresses,

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from spes_p2p.peer.presence import Presence
+from spes_p2p.swarm.vitals import LEAVING, LEFT
 from spes_p2p.sync.chain import Chain
-from tests.sync.chains import MadeRun
+from tests.sync.chains import A, MadeRun
 
 RUN = MadeRun()
 COMMITS = RUN.chain(3)
@@ -17,7 +18,7 @@ COMMITS = RUN.chain(3)
 
 def present(chain: Chain, looked: bool) -> tuple[Presence, Any]:
     unused: Any = None
-    presence = Presence(RUN.info.run_id, unused, unused, unused, lambda: False)
+    presence = Presence(RUN.info.run_id, unused, unused, unused, lambda: False, lambda: False)
     facts = SimpleNamespace(state=SimpleNamespace(own=SimpleNamespace(commit=COMMITS[2])))
     driver: Any = SimpleNamespace(core=facts)
     presence.begin(driver, chain)
@@ -44,3 +45,17 @@ def test_the_tip_is_announced_although_another_history_is_about_to_take_its_plac
         assert presence.newest() == (other, chain.received_at(1))
         core.state.own.commit = None
         assert presence.newest() is None
+
+
+def test_who_goes_says_so_and_at_last_that_it_has_left() -> None:
+    nothing: Any = None
+    leaving: list[bool] = []
+    network: Any = SimpleNamespace(
+        signer=SimpleNamespace(peer_id=A), client_mode=False, transport=SimpleNamespace(addresses=())
+    )
+    presence = Presence(RUN.info.run_id, network, nothing, nothing, lambda: False, lambda: bool(leaving))
+    assert presence.describe().vitals.phase == "waiting"
+    leaving.append(True)
+    assert presence.describe().vitals.phase == LEAVING
+    presence.has_left = True
+    assert presence.describe().vitals.phase == LEFT

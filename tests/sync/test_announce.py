@@ -74,6 +74,22 @@ def story(play: Callable[[MadeRun, MemoryNetwork, Node, Node], Awaitable[None]])
     run_virtual(main())
 
 
+def test_the_last_record_of_a_node_stays_and_nobody_waits_long_for_it() -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, a: Node, b: Node) -> None:
+        await a.announcer.stop()
+        a.speed = 1.0
+        await a.announcer.say_last()
+        await asyncio.sleep(3 * EVERY_SECONDS)
+        published = await b.peer.directory.read(peers_key(run.info.run_id))
+        assert parse_peer(A, published[A]).tokens_per_second == 1.0
+        network.partition([A])
+        began = asyncio.get_running_loop().time()
+        await a.announcer.say_last()
+        assert asyncio.get_running_loop().time() - began < 1.0
+
+    story(play)
+
+
 async def heads(node: Node, run_id: str) -> dict[PeerId, HeadRecord]:
     published = await node.peer.directory.read(heads_key(run_id))
     return {peer: parse_head(peer, data) for peer, data in published.items()}

@@ -19,6 +19,7 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key, words_key
+from spes_p2p.swarm.vitals import LEAVING, LEFT, Vitals
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
@@ -56,11 +57,16 @@ class Scene:
         )
 
     async def announce_peer(
-        self, name: PeerId, age_seconds: float = 1.0, role: str = "peer", held: Held | None = None
+        self,
+        name: PeerId,
+        age_seconds: float = 1.0,
+        role: str = "peer",
+        held: Held | None = None,
+        phase: str = "",
     ) -> None:
         info, written = self.run.info, int(NOW - age_seconds)
         record = PeerRecord(info.run_id, name, (), "0.1.0", 2, 20, 300, 40.0, (0,), role, False, 1, written)
-        record = replace(record, held=held or Held())
+        record = replace(record, held=held or Held(), vitals=Vitals(phase=phase))
         await self.publish(self.network.peer(name), peers_key(info.run_id), record)
 
     async def announce_head(self, commit: Commit, seen_seconds_ago: int = 9, by: PeerId = A) -> None:
@@ -139,6 +145,25 @@ def test_a_run_that_its_organiser_has_ended_is_over_from_the_last_round_on(tmp_p
     forged, coming, over = run_virtual(main())
     assert [report.last_round for report in (forged, coming, over)] == [None, 3, 2]
     assert [report.is_over for report in (forged, coming, over)] == [False, False, True]
+
+
+@pytest.mark.parametrize("phase", [LEAVING, LEFT])
+def test_who_has_left_is_not_said_to_join_and_does_nothing_any_more(tmp_path: Path, phase: str) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        commits = scene.run.chain(3)
+        await scene.announce_run()
+        await scene.announce_peer(A, phase=phase)
+        await scene.announce_peer(B, phase=phase)
+        await scene.announce_head(commits[-1])
+        await scene.serve(commits)
+        return await scene.report()
+
+    report = run_virtual(main())
+    states = {peer.peer: (peer.state, peer.tokens_per_second, peer.owned) for peer in report.peers}
+    gone = ("left", 0.0, ())
+    # one that leaves is there until a manifest does without it
+    assert states == {A: ("member", 40.0, (0,)) if phase == LEAVING else gone, B: gone}
 
 
 @pytest.mark.parametrize("faults", ["crash", "byzantine"])

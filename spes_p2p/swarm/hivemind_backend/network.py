@@ -95,7 +95,7 @@ class HivemindNetwork:
         """The daemon of now, and its place in the DHT."""
 
     @classmethod
-    async def start(
+    async def start(  # noqa: PLR0913 (what a person may choose)
         cls,
         initial_peers: Sequence[str] = (),
         identity_path: Path | None = None,
