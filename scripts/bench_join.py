@@ -43,7 +43,7 @@ RUN = ("swarm.min_peers=1", "swarm.experts_per_peer=8", "swarm.heartbeat_seconds
 
 def seconds_until_in(swarm: LocalSwarm, peer: Process) -> float:
     began = time.monotonic()
-    swarm.wait_until(lambda: " has joined at round " in peer.output(), "it is in", [peer.name])
+    swarm.wait_until(lambda: "this is peer " in peer.output(), "it is in", [peer.name])
     return time.monotonic() - began
 
 

@@ -107,6 +107,8 @@ class Peer:
     round: int
     proof: str = ""
     """Of who was banned: the file that shows why, where this peer has found it (`run inspect --proof`)."""
+    own: bool = False
+    """Whether it is this peer."""
 
 
 @dataclass(frozen=True)

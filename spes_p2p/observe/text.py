@@ -30,6 +30,9 @@ def _called_as() -> str:
     return sys.argv[0] if is_program and shutil.which(NAME) is None else NAME
 
 
+_PASSIVE = {"lost": "was dropped", "banned": "was banned"}
+
+
 def line(event: on.Event) -> str:
     """One line of text for one event, with commands as they can be typed here."""
     return to_type(_line(event))
@@ -48,7 +51,7 @@ def _line(event: on.Event) -> str:
             return _load_line(event)
         case on.Peer():
             proof = f"; the proof is {event.proof}" if event.proof else ""
-            return f"peer {short(event.who)} {event.change} (round {event.round}){proof}"
+            return f"{peer_text(event)} (round {event.round}){proof}"
         case on.Columns():
             own = f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
             if not event.fresh:
@@ -68,6 +71,13 @@ def _line(event: on.Event) -> str:
             return f"warning: {event.message}"
         case on.Error():
             return f"error: {event.message}" + (f" / fix: {event.fix}" if event.fix else "")
+
+
+def peer_text(event: on.Peer) -> str:
+    """Who came or went, in words."""
+    if not event.own:
+        return f"peer {short(event.who)} {event.change}"
+    return f"this peer {_PASSIVE.get(event.change, event.change)}"
 
 
 def _round_line(event: on.Round) -> str:

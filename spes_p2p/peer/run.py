@@ -14,6 +14,7 @@ import torch
 
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.data.feed import PieceDataset
@@ -185,7 +186,7 @@ def _train(
     if connection.driver.core.state.rules.audited_work and options.model is None:
         connection.disk.work_judge = MemoryJudge(config, learning.dataset)
     farewell = Farewell(connection, options)
-    say(f"peer {me} has joined at round {tip.manifest.round}")
+    say(introduction(me, tip.manifest))
     say(f"others join with this invitation:\n  {connection.found.contacts.word}")
     facts = LiveFacts(connection)
     around.show(Running(me, info.run_id, options.folder, lambda step: steps_per_round_at(config, step), facts))
@@ -216,6 +217,13 @@ def _train(
         around.last_words.append(farewell.words(connection.presence.progress.tokens, loop.machine.work.tokens))
     finally:
         pause.close()
+
+
+def introduction(me: PeerId, tip: Manifest) -> str:
+    """Who this peer is, and where it stands: the others may be rounds ahead, and have gone on without it."""
+    said = f"this is peer {me}, with the state of round {tip.round}"
+    is_member = me in {member.peer for member in tip.members}
+    return said if is_member else f"{said}; it takes part as soon as a round has admitted it"
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:
@@ -347,19 +355,20 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             handed_out=handed_out(connection.config.data, manifest.leases.cursor),
         )
     )
+    me = connection.peer_id
     for peer, news in audit_news([peer for peer, _ in on_probation(event.previous)], manifest):
-        bus.emit(Peer(news, peer, manifest.round))
+        bus.emit(Peer(news, peer, manifest.round, own=peer == me))
     if event.caught_up:
         return  # who came and went meanwhile is no news any more
     before = {member.peer for member in event.previous.members}
     after = {member.peer for member in manifest.members}
     for peer in sorted(after - before):
-        bus.emit(Peer("joined", peer, manifest.round))
+        bus.emit(Peer("joined", peer, manifest.round, own=peer == me))
     for peer in sorted(before - after):
         is_banned, has_left = peer in manifest.banned, peer in event.leavers
         proof = connection.disk.proofs.path_of(peer) if is_banned else None
         change: Literal["banned", "left", "lost"] = "banned" if is_banned else "left" if has_left else "lost"
-        bus.emit(Peer(change, peer, manifest.round, "" if proof is None else str(proof)))
+        bus.emit(Peer(change, peer, manifest.round, "" if proof is None else str(proof), own=peer == me))
 
 
 def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:

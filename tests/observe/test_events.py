@@ -164,6 +164,13 @@ def test_events_of_many_threads_reach_all_sinks_in_one_order() -> None:
     assert len(first.events) == 400
 
 
+def test_what_happens_to_this_peer_is_told_as_such() -> None:
+    own = Peer("lost", "12D3KooWx", 21, own=True)
+    assert line(own) == "this peer was dropped (round 21)"
+    assert line(dataclasses.replace(own, change="joined")) == "this peer joined (round 21)"
+    assert line(dataclasses.replace(own, own=False)) == "peer 3KooWx lost (round 21)"
+
+
 def test_a_screen_that_comes_late_shows_what_was_said_before() -> None:
     """A peer hears of things while it joins, before there is anything to look at."""
     file, screen, other = Recorder(), Recorder(), Recorder()

@@ -356,8 +356,8 @@ def _count_times(processes: Sequence[Process], found: Findings) -> None:
 
 def peer_ids(process: Process) -> set[str]:
     """All identities under which it was in the run."""
-    lines = [line.split() for line in process.output().splitlines() if " has joined at round " in line]
-    return {words[words.index("peer") + 1] for words in lines if "peer" in words}
+    lines = [line.split() for line in process.output().splitlines() if "this is peer " in line]
+    return {words[words.index("peer") + 1].rstrip(",") for words in lines}
 
 
 def command_of(pid: int) -> str:

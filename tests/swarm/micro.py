@@ -154,10 +154,8 @@ def recomputed_state(process_folder: Path, config: Config) -> tuple[int, str]:
 
 def peer_id_of(process: Process) -> str:
     """As it says itself when it is in."""
-    line = next(
-        line for line in process.output().splitlines() if line.startswith("peer ") and " has joined at round" in line
-    )
-    return line.split()[1]
+    line = next(line for line in process.output().splitlines() if line.startswith("this is peer "))
+    return line.split()[3].rstrip(",")
 
 
 def patience_seconds(process: Process) -> float:

@@ -147,7 +147,7 @@ def damage(folder: Path) -> str:
 
 def lives(process: Process) -> int:
     """How often it came in."""
-    return process.output().count(" has joined at round ")
+    return process.output().count("this is peer ")
 
 
 def newest_manifest(story: Story) -> Manifest:
