@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
@@ -13,16 +14,19 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import Contacts, first_addresses
-from spes_p2p.peer.folder import RUN, claim_folder
+from spes_p2p.peer.folder import CHAIN, RUN, claim_folder, kept_run
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, Reach
+from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.ports import Network
+from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.node import Run
-from spes_p2p.sync.organiser_words import Words, known_words
+from spes_p2p.sync.organiser_words import WORDS_FILE, Words, known_words, load_orders
 from spes_p2p.sync.passes import read_pass
+from spes_p2p.sync.sealing import EnvelopeChecker
 
 ANSWER_SECONDS = 15.0
 Say = Callable[[str], None]
@@ -136,6 +140,22 @@ async def _organiser_words(network: HivemindNetwork, info: RunInfo) -> Words:
         return await known_words(network, info, ANSWER_SECONDS)
     except NetworkError:
         return Words()
+
+
+def check_kept_is_open(folder: Path, fingerprint: str | None) -> None:
+    """Raises PermanentError where the run in `folder` is over by what is kept there, if it is the one that is meant.
+
+    `fingerprint`: the first digits of that one's; None for any.
+    """
+    if (info := kept_run(folder, fingerprint)) is None or not (folder / RUN / CHAIN).is_dir():
+        return
+    last_round = load_orders(folder / RUN / WORDS_FILE, info, EnvelopeChecker(RsaVerifier()).check).last_round
+    newest = Chain(folder / RUN / CHAIN, mends=False).length - 1
+    if last_round is not None and newest >= last_round:
+        raise PermanentError(
+            f"run {info.run_id} is over: its organiser ended it with round {newest}",
+            fix=f"get its model with: spes-p2p export --checkpoint {folder} --output MODEL",
+        )
 
 
 def _check_open(words: Words, info: RunInfo, round: int, me: PeerId) -> None:

@@ -36,7 +36,7 @@ from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.departure import Departure, Farewell
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
-from spes_p2p.peer.entrance import check_not_banned
+from spes_p2p.peer.entrance import check_kept_is_open, check_not_banned
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
 from spes_p2p.peer.live import LiveFacts
@@ -109,6 +109,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
         serve(outer)
         return ""
     make_folder(options.folder)
+    check_kept_is_open(options.folder, options.fingerprint)
     if holds_run(options.folder):
         say(f"continuing the run that is kept in {options.folder}")
     traffic = DataTraffic()

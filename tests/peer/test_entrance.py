@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.errors import PermanentError
+from spes_p2p.files import write_whole
 from spes_p2p.ids import NO_HASH
-from spes_p2p.peer.entrance import check_not_banned
+from spes_p2p.observe.events import EventBus
+from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.entrance import check_kept_is_open, check_not_banned
+from spes_p2p.peer.options import NetworkOptions, PeerOptions
+from spes_p2p.peer.run import run_peer
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.genesis import describe_run
+from spes_p2p.sync.organiser_words import ending
+from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.wire import pack
 from tests.sync.chains import A, B, MadeRun
 
 
@@ -28,3 +40,35 @@ def test_a_peer_is_told_who_has_banned_it_and_who_can_lift_it() -> None:
         with pytest.raises(PermanentError, match="the electors of run tiny have banned this peer") as error:
             check_not_banned(rules, info, replace(genesis, banned=(A,), roll=roll), A)
         assert f"run vouch {A}" in error.value.fix
+
+
+def test_a_peer_of_a_run_that_is_over_says_so_before_it_looks_for_anybody(tmp_path: Path) -> None:
+    signer = IdentityFile(tmp_path / "organiser.key").signer
+    made, folder = MadeRun(), tmp_path / "peer" / "run"
+    info = describe_run(made.config, NO_HASH, signer.peer_id)
+    chain = Chain(folder / "chain")
+    write_whole(folder / "info", pack(info))
+    write_whole(folder / "words", pack(ending(info, 2, KeySealer(signer))))
+    for commit in made.chain(3):
+        check_kept_is_open(folder.parent, None)
+        chain.append(commit)
+    check_kept_is_open(folder.parent, "0000")  # another run is meant
+    for fingerprint in (None, info.fingerprint.hex()[:16]):
+        with pytest.raises(PermanentError, match="is over: its organiser ended it with round 2") as error:
+            check_kept_is_open(folder.parent, fingerprint)
+        assert f"spes-p2p export --checkpoint {folder.parent}" in error.value.fix
+    (folder / "words").write_bytes(pack(ending(info, 2, made.sealer(A))))  # by somebody else
+    check_kept_is_open(folder.parent, None)
+
+
+def test_join_looks_into_its_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def over(folder: Path, fingerprint: str | None) -> None:
+        raise PermanentError("the run is over")
+
+    def connect(*rest: object) -> None:
+        raise AssertionError("somebody is dialled")
+
+    monkeypatch.setattr("spes_p2p.peer.run.check_kept_is_open", over)
+    monkeypatch.setattr(Connection, "open", connect)
+    with pytest.raises(PermanentError, match="over"):
+        run_peer(PeerOptions(NetworkOptions(), tmp_path), EventBus(), print, print)
