@@ -24,6 +24,7 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.peer.data_supply import DataSupply
 from spes_p2p.peer.entrance import FoundRun, Say, banned, find, open_peer_network
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
+from spes_p2p.peer.herald import decay_line
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
 from spes_p2p.peer.stopping import until_stopped
@@ -264,8 +265,7 @@ class Connection:
         if has_vote and not had_vote:
             self.gate.notice(Notice("vouched", "the organiser vouches for this peer: it votes"))
         if words.decay is not None and before.decay is None:
-            text = f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps"
-            self.gate.notice(Notice("decay", text))
+            self.gate.notice(Notice("decay", decay_line(words.decay.value.steps, self.driver.core.tip)))
         if words.last_round != self.last_round:
             self.last_round = words.last_round
             last = max(self.driver.core.tip.round, self.last_round or 0)  # rounds may be made until one hears of it

@@ -68,7 +68,7 @@ def order_lines(words: Words, before: Words, newest: Commit | None) -> list[str]
         last = max(words.last_round, newest.manifest.round if newest is not None else 0)
         lines.append(f"the organiser ends the run with round {last}: nobody can join it after that")
     if words.decay is not None and words.decay != before.decay:
-        lines.append(f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps")
+        lines.append(decay_line(words.decay.value.steps, newest.manifest if newest is not None else None))
     if words.roll is not None and words.roll != before.roll:
         vouched, banned = len(words.roll.value.vouched), len(words.roll.value.banned)
         lines.append(f"the organiser vouches for {vouched} {peers_text(vouched)} and has banned {banned}")
@@ -77,6 +77,14 @@ def order_lines(words: Words, before: Words, newest: Commit | None) -> list[str]
         for parent, child in words.children.items()
         if before.children.get(parent) != child
     ]
+
+
+def decay_line(steps: int, newest: Manifest | None) -> str:
+    """That the learning rate falls over `steps` steps, as the organiser has said, or has fallen by the newest round."""
+    fall = newest.decay if newest is not None else None
+    if newest is None or fall is None or newest.step < fall.begin_step + fall.steps:
+        return f"the organiser lets the learning rate fall over {steps:,} steps"
+    return f"the learning rate has fallen to its lowest (step {fall.begin_step + fall.steps:,})"
 
 
 def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:

@@ -187,7 +187,7 @@ def _train(
     if connection.driver.core.state.rules.audited_work and options.model is None:
         connection.disk.work_judge = MemoryJudge(config, learning.dataset)
     farewell = Farewell(connection, options)
-    say(introduction(me, tip.manifest))
+    say(about_itself(me, tip.manifest))
     say(f"others join with this invitation:\n  {connection.found.contacts.word}")
     facts = LiveFacts(connection)
     around.show(Running(me, info.run_id, options.folder, lambda step: steps_per_round_at(config, step), facts))
@@ -220,7 +220,7 @@ def _train(
         pause.close()
 
 
-def introduction(me: PeerId, tip: Manifest) -> str:
+def about_itself(me: PeerId, tip: Manifest) -> str:
     """Who this peer is, and where it stands: the others may be rounds ahead, and have gone on without it."""
     said = f"this is peer {me}, with the state of round {tip.round}"
     is_member = me in {member.peer for member in tip.members}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.consensus.membership import Member
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.herald import (
@@ -14,10 +15,12 @@ from spes_p2p.peer.herald import (
     genesis_lines,
     how_to_join,
     introduction,
+    order_lines,
 )
 from spes_p2p.sync.joining import waiting_text
+from spes_p2p.sync.organiser_words import Words, decay
 from spes_p2p.sync.organising.seat import vouch_fix
-from tests.sync.chains import A, MadeRun
+from tests.sync.chains import ORGANISER, A, MadeRun
 from tests.sync.swarm_cases import small_config
 
 RUN = MadeRun()
@@ -89,3 +92,14 @@ def test_who_came_and_went_and_what_lost_its_owner_is_said() -> None:
     ]
     quiet = replace(manifest, roster=())
     assert commit_lines(replace(FIRST, manifest=quiet), GENESIS.manifest) == ["round 1: step 1, 1.0k in total"]
+
+
+def test_a_learning_rate_that_has_fallen_is_not_said_to_fall() -> None:
+    words = decay(RUN.info, 200, RUN.sealer(ORGANISER))
+    begun = replace(FIRST.manifest, decay=Decay(854, 200), step=1053)
+    still = ["the organiser lets the learning rate fall over 200 steps"]
+    assert order_lines(words, Words(), None) == order_lines(words, Words(), FIRST) == still
+    assert order_lines(words, Words(), replace(FIRST, manifest=begun)) == still
+    done = replace(FIRST, manifest=replace(begun, step=1054))
+    assert order_lines(words, Words(), done) == ["the learning rate has fallen to its lowest (step 1,054)"]
+    assert order_lines(words, words, done) == []

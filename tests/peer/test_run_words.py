@@ -8,7 +8,7 @@ from typing import Any
 
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.observe.events import EventBus, Peer
-from spes_p2p.peer.run import _note_commit, introduction
+from spes_p2p.peer.run import _note_commit, about_itself
 from spes_p2p.sync.surroundings import Applied
 from tests.observe.test_events import Recorder
 from tests.sync.chains import A, B, MadeRun
@@ -19,9 +19,9 @@ COMMITS = MADE.chain(2)
 
 def test_a_peer_says_who_it_is_and_whether_it_takes_part_yet() -> None:
     tip = replace(COMMITS[1].manifest, round=20)
-    assert introduction(A, tip) == "this is peer a, with the state of round 20"
+    assert about_itself(A, tip) == "this is peer a, with the state of round 20"
     assert (
-        introduction(B, tip)
+        about_itself(B, tip)
         == "this is peer b, with the state of round 20; it takes part as soon as a round has admitted it"
     )
 
