@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ from spes_p2p.observe.text import to_type
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
     from spes_p2p.swarm.hivemind_backend import HivemindNetwork
-    from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
+    from spes_p2p.sync.report import ColumnLine, RunReport
 
 WATCH_SECONDS = 5.0
 CLEAR_SCREEN = "\x1b[2J\x1b[H"
@@ -108,7 +108,7 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
     lines += [_certificate(report)]
     for fork in report.forks:
         lines += ["", *fork.texts(now)]
-    lines += ["", *_peers(report.peers, now)]
+    lines += ["", *_peers(report, now)]
     if ids:
         lines += ["", *(f"{short(one.peer)} is {one.peer}" for one in report.peers)]
     if report.columns:
@@ -174,11 +174,11 @@ def _certificate(report: RunReport) -> str:
     return f"newest certificate: {by}{checked}{age}{votes}"
 
 
-def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
+def _peers(report: RunReport, now: float) -> list[str]:
     lines = [
         f"{'peer':<8} {'state':<10} {'round':>6} {'tokens/s':>9} {'trained':>9} {'seen':>9}  {'version':<9} columns"
     ]
-    for peer in peers:
+    for peer in report.peers:
         trains, known = peer.state != "bootstrap", peer.seen_at > 0
         cells = (
             f"{short(peer.peer):<8}",
@@ -191,10 +191,9 @@ def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
             span_text(peer.owned) or "-",
         )
         lines.append(" ".join(cells))
-    live = [peer for peer in peers if peer.state == "member"]
-    if live:
-        speed = count_text(sum(peer.tokens_per_second for peer in live))
-        lines.append(f"{amount_text(len(live), 'live member')}, {speed} tokens/s together")
+    if report.live:
+        speed = count_text(sum(peer.tokens_per_second for peer in report.live))
+        lines.append(f"{amount_text(len(report.live), 'live member')}, {speed} tokens/s together")
     return lines
 
 

@@ -44,6 +44,8 @@ from spes_p2p.sync.organiser_words import known_words
 
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
+LIVE_SECONDS = 2.5 * EVERY_SECONDS
+"""A node whose record is older has missed two turns: it may be gone, or its network slow."""
 STATES = ("bootstrap", "member", "waiting", "joining", "silent", "left")
 
 
@@ -69,6 +71,8 @@ class PeerLine:
     """Nobody can dial it."""
     joined_at: float = 0.0
     vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
+    heard: bool = True
+    """Whether it has said something within its last two turns (LIVE_SECONDS)."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ class RunReport:
 
     @property
     def live(self) -> tuple[PeerLine, ...]:
-        """Members that were heard lately."""
-        return tuple(peer for peer in self.peers if peer.state == "member")
+        """Members that were heard just now."""
+        return tuple(peer for peer in self.peers if peer.state == "member" and peer.heard)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
@@ -256,9 +260,11 @@ def _report(
 def _peer_lines(peers: Mapping[PeerId, PeerRecord], manifest: Manifest | None, now: float) -> tuple[PeerLine, ...]:
     """Bootstrap nodes first, then by state and name; members without a record are there too."""
     members = {member.peer for member in manifest.members} if manifest else set()
-    lines = [_peer_line(record, _state(record, members, manifest, now)) for record in peers.values()]
+    lines = [_peer_line(record, _state(record, members, manifest, now), now) for record in peers.values()]
     owned = {peer: columns_of(manifest.ownership, peer) for peer in members - set(peers)} if manifest else {}
-    lines += [PeerLine(peer, "silent", 0, 0, 0, 0.0, columns, "", 0.0, ()) for peer, columns in owned.items()]
+    lines += [
+        PeerLine(peer, "silent", 0, 0, 0, 0.0, columns, "", 0.0, (), heard=False) for peer, columns in owned.items()
+    ]
     return tuple(sorted(lines, key=lambda line: (STATES.index(line.state), line.peer)))
 
 
@@ -279,7 +285,7 @@ def _is_fresh(record: PeerRecord, now: float) -> bool:
     return record.vitals.phase != LEFT and now - record.written_at_seconds <= FRESH_SECONDS
 
 
-def _peer_line(record: PeerRecord, state: str) -> PeerLine:
+def _peer_line(record: PeerRecord, state: str, now: float) -> PeerLine:
     has_left = state == "left"
     return PeerLine(
         record.peer,
@@ -295,6 +301,7 @@ def _peer_line(record: PeerRecord, state: str) -> PeerLine:
         record.client_mode,
         record.joined_at_seconds,
         record.vitals,
+        now - record.written_at_seconds <= LIVE_SECONDS,
     )
 
 

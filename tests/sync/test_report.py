@@ -25,7 +25,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.histories import Side
 from spes_p2p.sync.organiser_words import ending
-from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
+from spes_p2p.sync.report import FRESH_SECONDS, LIVE_SECONDS, RunReport, read_report
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun, with_tokens
@@ -145,6 +145,23 @@ def test_a_run_that_its_organiser_has_ended_is_over_from_the_last_round_on(tmp_p
     forged, coming, over = run_virtual(main())
     assert [report.last_round for report in (forged, coming, over)] == [None, 3, 2]
     assert [report.is_over for report in (forged, coming, over)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("age_seconds", "live"), [(LIVE_SECONDS - 1, 1), (LIVE_SECONDS + 1, 0)])
+def test_a_member_that_missed_two_turns_is_not_counted_among_the_live(
+    tmp_path: Path, age_seconds: float, live: int
+) -> None:
+    """It may have been killed; whether it has, is said when it is silent for longer."""
+
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        await scene.announce_run()
+        await scene.announce_peer(A, age_seconds)
+        await scene.announce_head(scene.run.genesis(b"s" * 32))
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert ([peer.state for peer in report.peers], len(report.live)) == (["member"], live)
 
 
 @pytest.mark.parametrize("phase", [LEAVING, LEFT])
