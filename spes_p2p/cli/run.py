@@ -207,7 +207,7 @@ def _proof_text(path: Path, fingerprint: str | None) -> str:
 
 def history_text(lines: Sequence[HistoryLine]) -> str:
     """A table of at most 100 columns, but for lists of names."""
-    is_timed = any(line.received_at for line in lines)  # what was fetched just now says nothing of it
+    is_timed = any(line.received_at for line in lines)  # of a live run that is known of the newest round alone
     heading = f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'total':>8} {'peers':>5}  {'state':<10}"
     text = [f"{heading} when" if is_timed else heading.rstrip()]
     for line in lines:

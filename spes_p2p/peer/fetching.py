@@ -26,7 +26,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import HeadRecord, newest_heads
-from spes_p2p.sync.announced import find_forks, read_heads, read_peers
+from spes_p2p.sync.announced import find_forks, read_heads, read_peers, seen_at
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
@@ -136,6 +136,10 @@ class RunFetcher:
             f"no peer gave the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
             fix="try again when the run has begun and one of its peers can be reached (spes-p2p status shows them)",
         )
+
+    def seen_at(self, newest: Commit) -> float:
+        """When the commit that `newest` gave first came to a peer, as peers say: Unix seconds, 0 where none does."""
+        return seen_at(self._heads, newest)
 
     async def forks(self) -> list[Fork]:
         """All forks. Peers that cannot be reached are skipped: others on the same history have what they have."""

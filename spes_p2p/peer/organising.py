@@ -307,7 +307,7 @@ class HistoryLine:
     ends: bool
     """Whether the organiser has ended the run with this round."""
     received_at: float
-    """When the commit arrived, in Unix seconds by the clock of the node that kept it; 0 if it was fetched just now."""
+    """When the commit arrived, in Unix seconds by the clock of a node that has it; 0 where none says so."""
 
 
 def kept_history(folder: Path) -> list[HistoryLine]:
@@ -329,14 +329,17 @@ def kept_history(folder: Path) -> list[HistoryLine]:
 def live_history(meeting: JoinTarget) -> list[HistoryLine]:
     """Of a live run: all certificates are fetched and checked. Raises NetworkError, ConfigError."""
 
-    async def fetch(network: HivemindNetwork) -> list[HistoryLine]:
-        info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-        with _chain_of(network, info, config) as fetcher:
-            await fetcher.newest()
-            commits = [fetcher.chain.commit(round) for round in range(fetcher.chain.length)]
-        return list(history(commits, last_round=(await known_words(network, info)).last_round))
+    return visit(meeting, lambda network: history_on(network, meeting.run_id, meeting.fingerprint))
 
-    return visit(meeting, fetch)
+
+async def history_on(network: Network, run_id: str | None, fingerprint: str | None) -> list[HistoryLine]:
+    """The same on any network. Of the newest commit alone somebody says when it came."""
+    info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
+    with _chain_of(network, info, config) as fetcher:
+        newest, _, _ = await fetcher.newest()
+        commits = [fetcher.chain.commit(round) for round in range(fetcher.chain.length)]
+        times = [fetcher.seen_at(newest) if commit == newest else 0.0 for commit in commits]
+    return list(history(commits, times, (await known_words(network, info)).last_round))
 
 
 @contextlib.contextmanager

@@ -21,11 +21,13 @@ from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.organising import (
     MOST_ROUNDS_MORE,
+    HistoryLine,
     after_ban,
     check_can_fall,
     first_to_end_with,
     histories_of,
     history,
+    history_on,
     kept_history,
 )
 from spes_p2p.peer.run_file import DECIDED, NewRun, start_run
@@ -34,7 +36,7 @@ from spes_p2p.sync.chain import Chain
 from tests.cli.test_status import ANNA, REPORT, peer
 from tests.peer.real import make_tokens
 from tests.sync.chains import A, MadeRun
-from tests.sync.test_report import Scene
+from tests.sync.test_report import NOW, Scene
 
 ANNAS = peer(ANNA, "member")
 MINE = NewRun("mine", "tiny", "", peers=3, experts_per_peer=3)
@@ -134,6 +136,20 @@ def test_who_is_banned_is_named_in_the_round_that_takes_it_up() -> None:
     lines = list(history([commits[0], *later]))
     assert [(line.banned, line.electors) for line in lines] == [((), 1), (("mallory",), 1), ((), 1)]
     assert history_text(lines).count("banned: allory") == 1
+
+
+def test_a_live_run_says_when_its_newest_round_came(tmp_path: Path) -> None:
+    async def main() -> list[HistoryLine]:
+        scene = Scene(tmp_path)
+        commits = scene.run.chain(3)
+        await scene.announce_run()
+        await scene.announce_head(commits[-1])
+        await scene.serve(commits)
+        return await history_on(scene.network.peer("reader"), None, None)
+
+    lines = asyncio.run(main())
+    assert [line.received_at for line in lines] == [0.0, 0.0, NOW - 9]
+    assert history_text(lines[-1:]).splitlines()[0].endswith(" when")
 
 
 def test_who_stops_while_certificates_come_leaves_no_folder_behind(
