@@ -32,7 +32,7 @@ VOCABULARY_ROUNDS = 5
 MUCH_VOCABULARY = 1 / 4
 """Of the shared parameters: from there on it is worth a setting of its own."""
 MOST_STEPS = 500
-"""Inner steps between two syncs: DiLoCo (arXiv 2311.08105) goes that far."""
+"""Inner steps between two syncs of the same values, H: DiLoCo (arXiv 2311.08105) goes that far."""
 COARSE = ("sync.expert_codec=ternary",)
 TOY_SECONDS = 0.1
 """A round in which a machine trains less than this is of a toy, which no setting makes fit for slow links."""
@@ -222,14 +222,14 @@ def _coarse_shared(config: Config) -> list[Choice]:
 
 def _longer(config: Config) -> list[Choice]:
     """The first rounds of a run stay as short as they are."""
-    steps, ramp = steps_per_round_at(config, config.scheduler.total_steps), config.sync.steps_per_round
-    early = ramp[:-1] if isinstance(ramp, tuple) else ()
+    end, fragments, ramp = config.scheduler.total_steps, config.sync.fragments, config.sync.steps_per_round
+    steps = steps_per_round_at(config, end) * fragments  # H
+    early = [] if isinstance(ramp, int) else [stage for stage in ramp if 0 < stage[0] <= end]
     found = list[Choice]()
-    for count in (times * steps for times in (2, 4, 8) if times * steps <= MOST_STEPS):
-        rounds = json.dumps([*early, (0, count)]) if early else str(count)
-        found.append(
-            Choice((f"sync.steps_per_round={rounds}",), f"a sync every {count} steps", f"longer-{count // steps}")
-        )
+    for times in (times for times in (2, 4, 8) if times * steps <= MOST_STEPS):
+        rounds = json.dumps([*early, (0, times * steps)]) if early else str(times * steps)
+        reason = f"a sync every {times * steps // fragments} steps"
+        found.append(Choice((f"sync.steps_per_round={rounds}",), reason, f"longer-{times}"))
     return found
 
 
