@@ -110,8 +110,7 @@ def decay_run(folder: Path, meeting: JoinTarget, steps: int) -> int:
         word = decay(info, steps, _sealer_of(folder / "identity.key", info))
         _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
         words = await known_words(network, info)
-        if newest is not None:
-            check_can_fall(config, newest.manifest, folder)
+        check_can_fall(config, newest.manifest if newest is not None else None, folder)
         if words.decay is not None and words.decay.value.steps < steps:
             raise ConfigError(
                 f"the learning rate will fall over {words.decay.value.steps:,} steps from the next round on; a longer "
@@ -124,20 +123,27 @@ def decay_run(folder: Path, meeting: JoinTarget, steps: int) -> int:
     return visit(meeting, announce)
 
 
-def check_can_fall(config: Config, newest: Manifest, folder: Path) -> None:
-    """Raises ConfigError where the learning rate falls already, or has nowhere to fall to.
+def check_can_fall(config: Config, newest: Manifest | None, folder: Path) -> None:
+    """Raises ConfigError where the learning rate falls already, has not risen yet, or has nowhere to fall to.
 
-    `folder`: a node's, whose certificates say in which round it began to.
+    `newest`: None where the run has not begun. `folder`: a node's, whose certificates say in which round it began to.
     """
     stop_command = in_folder("spes-p2p run stop", folder, NODE_FOLDER)
-    if newest.decay is not None:
+    if newest is not None and newest.decay is not None:
         raise ConfigError(
             f"the learning rate has been falling since {_begin_of_fall(newest.decay, folder)}, over "
             f"{newest.decay.steps:,} steps; this cannot be changed",
             fix=f"end the run when these steps are made: {stop_command}",
         )
+    step, warmup_steps = 0 if newest is None else newest.step, config.scheduler.warmup_steps
+    if step < warmup_steps:  # it never rises above where it began to fall
+        raise ConfigError(
+            f"the run is still in its warm-up, until step {warmup_steps:,} (now {step:,}): the learning rate would "
+            "stay as low as it is, for good",
+            fix="say it again when the warm-up is over",
+        )
     lowest = config.scheduler.min_ratio * config.optimizer.lr
-    if newest.step >= config.scheduler.warmup_steps and learning_rate(config, newest.step + 1) <= lowest * (1 + 1e-6):
+    if learning_rate(config, step + 1) <= lowest * (1 + 1e-6):
         raise ConfigError(
             f"the learning rate is already at its lowest ({lowest:.1e}): this changes nothing",
             fix=f"end the run whenever you like ({stop_command}); in the next one set scheduler.name=wsd and "

@@ -28,7 +28,7 @@ __all__ = ["serving"]
 
 
 def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, tokens: Path) -> None:
-    with serving() as organiser:
+    with serving("scheduler.warmup_steps=0") as organiser:
         word = spes_p2p("invite", "--folder", str(organiser.folder)).output.strip()
         stranger = tmp_path / "stranger"
         assert organiser.join(stranger, "--data", str(tokens), "--until-round", "1").exit_code == 0
@@ -69,7 +69,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         while "round 3: step" not in "\n".join(organiser.said):
             pass
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
-    with serving() as again:
+    with serving("scheduler.warmup_steps=0") as again:
         assert any("the organiser ends the run with round 3" in line for line in again.said)
     refused(
         spes_p2p("run", "decay", "--steps", "9", "-f", str(organiser.folder)),

@@ -75,11 +75,22 @@ def test_the_round_that_lets_the_learning_rate_fall_says_so() -> None:
 
 def test_a_learning_rate_that_has_nowhere_to_fall_to_is_an_error(tmp_path: Path) -> None:
     config = load_config(bundled_config("tiny"))  # at its lowest from step 1,000 on
-    genesis, first = (commit.manifest for commit in MadeRun().chain(2))
-    check_can_fall(config, replace(genesis, step=0), tmp_path)
+    first = MadeRun().chain(2)[1].manifest
     check_can_fall(config, replace(first, step=900), tmp_path)
     with pytest.raises(ConfigError, match=r"is already at its lowest \(2.0e-04\): this changes nothing"):
         check_can_fall(config, replace(first, step=1000), tmp_path)
+
+
+def test_a_learning_rate_that_has_not_risen_yet_cannot_fall(tmp_path: Path) -> None:
+    """It would stay near zero for good."""
+    config = load_config(bundled_config("tiny"), ["scheduler.warmup_steps=1200", "scheduler.total_steps=5000"])
+    genesis, first = (commit.manifest for commit in MadeRun().chain(2))
+    for early, step in ((None, "0"), (replace(genesis, step=0), "0"), (replace(first, step=1199), "1,199")):
+        with pytest.raises(ConfigError, match=rf"in its warm-up, until step 1,200 \(now {step}\)") as caught:
+            check_can_fall(config, early, tmp_path)
+        assert caught.value.fix == "say it again when the warm-up is over"
+    check_can_fall(config, replace(first, step=1200), tmp_path)
+    check_can_fall(load_config(bundled_config("tiny"), ["scheduler.warmup_steps=0"]), None, tmp_path)
 
 
 def test_a_second_order_to_let_the_learning_rate_fall_names_the_first(tmp_path: Path) -> None:
