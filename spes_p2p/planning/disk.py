@@ -1,21 +1,32 @@
 """Bytes of disk that a peer takes at its worst moment: docs/disk-and-memory.md has the same table in words.
 
-S the state, V its values without outer momentum, T what the peer trains, E all experts, each with 4 bytes a value; K
-checkpoints are kept:
+S the state, V its values without outer momentum, T what the peer trains, E all experts, each with 4 bytes a value; W
+what a round hands out, as it is encoded; K checkpoints are kept:
 
     most   3 S + E + 2 T + 3 T (K + 1)   states of two rounds and of the next, experts before a merge, snapshots,
                                          checkpoints and one that is being saved
     least  3 S + E + 2 T                 without room for a checkpoint
 
-With an outer optimizer 3 V more, what these rounds handed out; with overlap T more, what was trained ahead. A
+With overlap T more, what was trained ahead. With an outer optimizer or a lossy codec 3 W more, what these rounds handed
+out (in fp32 without an outer optimizer the state's own files are that, but for what a merge changed: E for each of them
+that merged). With a lossy codec 3 R more, rounding errors of two rounds and of the next: no two share a file, and each
+file is a whole block, of which one tile may be used. R is
+
+    what contributions left out   T; of columns with one owner nothing, where all have one
+    what means left out           T; most has room for all columns that a peer may reduce for others: V
+
+Where reducers are audited, nothing is kept of a mean, but of columns with one owner; contributions lie beside the
+snapshot as they were sent, and where those who trained are audited, too, both lie there of the round before as well. A
 checkpoint that no version of the state store shares files with any more takes S + 3 T. Leaves out the run's data, of
 which `--max-data-disk` is the bound.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from spes_p2p.codecs.sizes import SPARSE_CODECS, Codec, bytes_a_value
 from spes_p2p.config.schema import Config
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import stored_bytes
@@ -23,11 +34,13 @@ from spes_p2p.planning.traffic import stored_bytes
 VALUE_BYTES = 4
 _CHECKPOINT = 3
 """Values and two moments."""
+_ROUNDS = 3
+"""Whose states are here: two, and the next."""
 
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Bytes. Below `least` no round can be committed here."""
+    """Bytes. Below `least` there are rounds that cannot be committed here."""
 
     least: int
     most: int
@@ -35,10 +48,69 @@ class DiskNeed:
     @classmethod
     def of(cls, config: Config, owned: int) -> DiskNeed:
         sizes = Sizes.of(config.model)
-        values, trained = VALUE_BYTES * sizes.total, VALUE_BYTES * sizes.trained(owned)
-        merged = VALUE_BYTES * sizes.experts if config.sync.merge_alpha > 0 else 0
-        handed_out = values if config.sync.outer != "none" else 0
-        snapshots = (3 if config.sync.overlap else 2) * trained
-        least = 3 * (stored_bytes(config) + handed_out) + merged + snapshots
-        checkpoints = _CHECKPOINT * trained * (config.output.keep_checkpoints + 1)
-        return cls(least, least + checkpoints)
+        trained = VALUE_BYTES * sizes.trained(owned)
+        handed_out = _sent_bytes(config, sizes.shared, sizes.experts, in_fp32=config.sync.outer != "none")
+        held = _ROUNDS * (stored_bytes(config) + handed_out)
+        held += _before_merge_bytes(config, sizes) + _snapshot_bytes(config, sizes, owned)
+        least, most = (held + _ROUNDS * left for left in _left_out_bytes(config, sizes, owned))
+        return cls(least, most + _CHECKPOINT * trained * (config.output.keep_checkpoints + 1))
+
+
+def _is_lossy(config: Config, codec: Codec) -> bool:
+    return config.sync.enabled and codec != "fp32"
+
+
+def _sent_bytes(config: Config, shared: int, columns: int, in_fp32: bool = False) -> int:
+    """So many values as they travel; those that do in fp32 only if asked for."""
+    return sum(
+        round(values * max(bytes_a_value(codec), bytes_a_value("bf16") if _begins_dense(config, codec) else 0))
+        for values, codec in ((shared, config.sync.codec), (columns, config.sync.expert_codec))
+        if in_fp32 or _is_lossy(config, codec)
+    )
+
+
+def _begins_dense(config: Config, codec: Codec) -> bool:
+    return config.sync.dense_rounds > 0 and codec in SPARSE_CODECS
+
+
+def _before_merge_bytes(config: Config, sizes: Sizes) -> int:
+    """Experts before the merge: of the next round, and of each before it whose state has the files it handed out."""
+    sync = config.sync
+    if not sync.enabled or not sync.merge_alpha:
+        return 0
+    ramp = ((0, sync.steps_per_round),) if isinstance(sync.steps_per_round, int) else sync.steps_per_round
+    steps = max(stage[1] for stage in ramp) // sync.fragments
+    keeps_files = sync.outer == "none" and not _is_lossy(config, sync.expert_codec)
+    merged = min(_ROUNDS, math.ceil(_ROUNDS * steps / sync.merge_interval)) if keeps_files else 1
+    return merged * VALUE_BYTES * sizes.experts
+
+
+def _snapshot_bytes(config: Config, sizes: Sizes, owned: int) -> int:
+    """Of what was trained, and for a moment of the one before; for auditors of one more round, and as it was sent."""
+    count = 3 if config.sync.overlap else 2
+    if not _is_audited(config):
+        return count * VALUE_BYTES * sizes.trained(owned)
+    audits_work = not config.model.own_layout
+    sent = _sent_bytes(config, sizes.shared, owned * sizes.column)
+    return (count + audits_work) * VALUE_BYTES * sizes.trained(owned) + (1 + audits_work) * sent
+
+
+def _left_out_bytes(config: Config, sizes: Sizes, owned: int) -> tuple[int, int]:
+    """What lossy codecs left out by the end of one round: with one owner a column, if all have one, and at most."""
+    shared, column = (
+        VALUE_BYTES * values * _is_lossy(config, codec)
+        for values, codec in ((sizes.shared, config.sync.codec), (sizes.column, config.sync.expert_codec))
+    )
+    columns, are_sole = owned * column, config.swarm.target_replicas == 1
+    if _is_audited(config):
+        return shared + columns, shared + 2 * columns
+    helps = not are_sole or config.model.guest_rank > 0  # others', where none of their owners can be dialled
+    reduced = sizes.num_experts * column if helps else columns
+    return 2 * shared + (1 if are_sole else 2) * columns, 2 * shared + columns + reduced
+
+
+def _is_audited(config: Config) -> bool:
+    """Whether reducers are: see `can_be_audited` in sync/node.py, which looks at the layout."""
+    sync = config.sync
+    is_fine = {sync.codec, sync.expert_codec} <= {"fp32", "bf16", "int8"} and not config.model.guest_rank
+    return sync.enabled and sync.aggregate == "clip" and sync.audited_share > 0 and is_fine
