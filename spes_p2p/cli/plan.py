@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spes_p2p.cli.arguments import option
-from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
+from spes_p2p.observe.metrics import amount_text, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,6 +60,7 @@ def plan(
     from spes_p2p.planning.units import parse_bytes, parse_rate
 
     run = load_config(config_path(config), overrides or ())
+    _check_plannable(run, local_ranks)
     owned = _checked_columns(run, experts_per_peer)
     memory, speed = _of_gpu(run, gpu, owned)
     question = Question(
@@ -77,7 +77,7 @@ def plan(
     )
     tuning = _tuned(question, overrides or ()) if tune else None
     if tuning is not None:
-        question = replace(question, config=tuning.config, owned=tuning.config.swarm.experts_per_peer)
+        question = question.of(tuning.config)
     found = answer(question)
     if as_json:
         typer.echo(json.dumps(found.to_json() | ({"tuning": tuning.to_json()} if tuning else {}), indent=2))
@@ -114,6 +114,22 @@ def _show_tuning(tuning: Tuning) -> None:
     console.print("loss: what it did in comparisons of small models (docs/results.md), ? where nobody knows\n")
     typer.echo(f"{shlex.join(tuning.overrides)}\n")
     console.print("Put them into the config, or behind `spes-p2p run init` (--tune does it). With them:\n")
+
+
+def _check_plannable(config: Config, ranks: int) -> None:
+    from spes_p2p.errors import ConfigError
+
+    if config.model.own_layout:
+        raise ConfigError(
+            f"run {config.run.run_id} trains a custom model, whose size its config does not say",
+            fix="measure it where the model is; plan counts the model that the config describes",
+        )
+    if config.optimizer.batch_sequences % ranks:
+        raise ConfigError(
+            f"--local-ranks is {ranks}, which does not divide optimizer.batch_sequences "
+            f"({config.optimizer.batch_sequences})",
+            fix="use a number of GPUs that divides it",
+        )
 
 
 def _checked_columns(config: Config, owned: int | None) -> int:
@@ -227,8 +243,11 @@ def _sync_table(found: Answer) -> Table:
     question, config = found.question, found.question.config
     steps = steps_per_round_at(config, config.scheduler.total_steps)
     spread = Spread.of(config.model.num_experts, question.peers, question.owned, config.swarm.experts_per_peer)
-    owners = "1 owner" if spread.replicas == 1 else f"{spread.replicas:.3g} owners"
-    title = f"one sync, per peer: {question.peers} peers, every {steps} steps, {owners} per column"
+    owners = f"{'1 owner' if spread.replicas == 1 else f'{spread.replicas:.3g} owners'} per column"
+    if spread.covered < config.model.num_experts:
+        owners = f"owners for {spread.covered} of {config.model.num_experts} columns"
+    peers, every = amount_text(question.peers, "peer"), amount_text(steps, "step")
+    title = f"one sync, per peer: {peers}, every {every}, {owners}"
     table = _table(title, "codec", "up", "down", "time", "share of time", "per day, up + down")
     for place, cost in enumerate(found.costs):
         table.add_row(

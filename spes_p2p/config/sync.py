@@ -11,6 +11,8 @@ from spes_p2p.codecs.sizes import Codec, DenseCodec
 from spes_p2p.config.sections import Natural, Positive, Schedule, Section, agreed
 from spes_p2p.errors import ConfigError
 
+MOST_TILE_VALUES = 2**26
+
 
 class SyncConfig(Section):
     """The exchange that ends each round."""
@@ -92,7 +94,7 @@ class SyncConfig(Section):
         "paper",
     )
     merge_top_k: Positive = agreed("Neighbours of an expert in a merge (at most E - 1 are taken).", 4)
-    tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=2**26)
+    tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=MOST_TILE_VALUES)
     slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)
     outer: Literal["none", "nesterov"] = agreed(
         "Outer optimizer for a round's averaged change, as in DiLoCo: none applies it as it is; nesterov is SGD with "

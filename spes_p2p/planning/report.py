@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spes_p2p.config.schema import Config
@@ -31,6 +31,11 @@ class Question:
     memory_bytes: int | None = None
     link: Link = NO_LIMIT
     tokens_per_second: float | None = None
+
+    def of(self, config: Config) -> Question:
+        """The same of another config; a peer that wants as many columns as all does so there, too."""
+        is_usual = self.owned == self.config.swarm.experts_per_peer
+        return replace(self, config=config, owned=config.swarm.experts_per_peer if is_usual else self.owned)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,8 @@ def _saves(name: str, present: Any, value: Any) -> bool:
 
 def _rung(before: Workload, options: Options, adds: str, memory_bytes: int) -> Rung:
     work = replace(before, options=options)
-    sizes = [size for size in range(1, work.batch_sequences + 1) if work.batch_sequences % size == 0]
+    share = max(1, work.batch_sequences // work.ranks)
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
     sized = {size: replace(options, micro_batch_sequences=size) for size in sizes}
     fitting = [size for size, changed in sized.items() if _fits(replace(work, options=changed), memory_bytes)]
     return Rung(work.options, adds, predict(work), most_columns(work, memory_bytes), max(fitting, default=0))

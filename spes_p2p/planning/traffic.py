@@ -130,8 +130,9 @@ def sync_costs(
     """
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
-    sync = config.sync
-    traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments, sync.vocabulary_rounds)
+    sync, traffic = config.sync, Traffic(OneWay(), OneWay())
+    if sync.enabled:
+        traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments, sync.vocabulary_rounds)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     hidden = 0.0 if training is None else training * _overlapped(config)
     configured = config.sync.codec, config.sync.expert_codec

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.load import changed
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.config.sync import MOST_TILE_VALUES
 from spes_p2p.planning.measured import Effect, effects
 from spes_p2p.planning.memory import Workload
 from spes_p2p.planning.report import Question, usable
@@ -132,7 +133,7 @@ def keys_of(overrides: Iterable[str]) -> set[str]:
 
 
 def _share(question: Question, config: Config) -> float:
-    found = waiting(replace(question, config=config, owned=config.swarm.experts_per_peer))
+    found = waiting(question.of(config))
     assert found is not None
     return found
 
@@ -140,7 +141,10 @@ def _share(question: Question, config: Config) -> float:
 def _owners(question: Question, fixed: Collection[str]) -> Choice | None:
     """Enough columns on each peer that all have two owners, as far as they fit."""
     config, experts = question.config, question.config.model.num_experts
-    wanted, has = min(experts, math.ceil(OWNERS * experts / question.peers)), config.swarm.experts_per_peer
+    if "swarm.target_replicas" in fixed or not config.sync.enabled:
+        return None
+    most = experts - 1 if config.model.guest_rank and "model.guest_rank" in fixed else experts
+    wanted, has = min(most, math.ceil(OWNERS * experts / question.peers)), config.swarm.experts_per_peer
     if "swarm.experts_per_peer" in fixed:
         wanted = has
     elif question.memory_bytes is not None:
@@ -199,8 +203,10 @@ def _columns_seldom(config: Config) -> list[Choice]:
     """With guests, where some columns are others'."""
     if config.sync.fragments > 1:
         return []
-    guests = () if config.swarm.experts_per_peer >= config.model.num_experts else guest_overrides(config, GUEST_RANK)
-    if config.model.guest_rank or _is_audited(config):
+    guests, model = guest_overrides(config, GUEST_RANK), config.model
+    if model.guest_rank or _is_audited(config) or config.swarm.experts_per_peer >= model.num_experts:
+        guests = ()
+    if math.lcm(model.d_model, model.expert_ffn) > MOST_TILE_VALUES:  # no tile could hold whole rows of its matrices
         guests = ()
     rest = ", guests train them in between" if guests or config.model.guest_rank else ""
     more = [rounds for rounds in COLUMN_ROUNDS if rounds > config.sync.expert_rounds]

@@ -131,5 +131,29 @@ def test_a_codec_is_marked_that_is_chosen_and_nothing_is_to_be_done_where_nobody
     assert text.count("(chosen)") == text.count("int8 (chosen)") == 1
 
 
+def test_what_it_cannot_count_is_an_error() -> None:
+    own = refusal("--config", "tiny", f"model.own_layout={'a' * 64}", "sync.merge_alpha=0")
+    assert "run tiny trains a custom model, whose size its config does not say" in own
+    odd = refusal("--config", "tiny", "--local-ranks", "3")
+    assert "--local-ranks is 3, which does not divide optimizer.batch_sequences (8)" in odd
+
+
+def test_a_rank_has_its_part_of_the_batch() -> None:
+    told = json.loads(plan("--config", "small", "--gpu-memory", "80GiB", "--local-ranks", "4", "--json"))
+    assert told["fits"]["rungs"][0]["largest_micro_batch"] == 4, "of 16 sequences"
+
+
+def test_columns_without_an_owner_are_counted() -> None:
+    assert "one sync, per peer: 1 peer, every 1 step, owners for 2 of 8 columns" in plan(
+        "--config", "small", "--peers", "1", "sync.steps_per_round=1"
+    )
+    assert "4 peers, every 50 steps, 1 owner per column" in plan("--config", "small")
+
+
+def test_columns_of_ones_own_number_stay_while_settings_are_chosen() -> None:
+    text = plan("--config", "small", *HOME, "--tune", "--experts-per-peer", "6")
+    assert "6 of 8 columns with" in text
+
+
 def test_tuning_needs_links_and_speed() -> None:
     assert "--uplink 20Mbit" in refusal("--config", "small", "--tune")

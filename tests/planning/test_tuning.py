@@ -13,7 +13,7 @@ from spes_p2p.planning.gpus import gpu_named, usual_speed
 from spes_p2p.planning.measured import effects
 from spes_p2p.planning.report import Question
 from spes_p2p.planning.traffic import Link
-from spes_p2p.planning.tuning import MOST_STEPS, MOST_WAITING, TUNE_FIX, too_slow, tune, waiting
+from spes_p2p.planning.tuning import MOST_STEPS, MOST_WAITING, TUNE_FIX, guest_overrides, too_slow, tune, waiting
 
 MBIT = 1e6 / 8
 HOME = Link(20 * MBIT, 100 * MBIT)
@@ -106,7 +106,7 @@ def test_what_costs_the_model_least_comes_first() -> None:
 def test_columns_get_fewer_bits_where_that_was_measured(owners: int, measured: str | None) -> None:
     asked = question("small")
     config = changed(asked.config, (f"swarm.target_replicas={owners}", "swarm.experts_per_peer=6"))
-    found = tune(replace(asked, config=config), owners=False)
+    found = tune(replace(asked, config=config, owned=6), owners=False)
     assert found is not None
     told = {step.overrides[0]: step.effect for step in found.steps}
     if measured is None:
@@ -131,6 +131,48 @@ def test_what_is_fixed_stays() -> None:
     assert found is not None
     assert found.config.sync.codec == "fp32"
     assert (found.config.swarm.experts_per_peer, found.config.swarm.target_replicas) == (2, 2)
+
+
+def test_what_a_person_has_said_of_owners_and_guests_stays() -> None:
+    asked = question("small")
+    three = replace(asked, config=changed(asked.config, ("swarm.target_replicas=3",)))
+    found = tune(three, {"swarm.target_replicas"})
+    assert found is not None
+    assert found.config.swarm.target_replicas == 3
+    two_peers = replace(asked, config=changed(asked.config, guest_overrides(asked.config, 16)), peers=2)
+    free, fixed = tune(two_peers), tune(two_peers, {"model.guest_rank"})
+    assert free is not None
+    assert fixed is not None
+    assert (free.config.swarm.experts_per_peer, free.config.model.guest_rank) == (8, 0), "nobody is a guest"
+    assert (fixed.config.swarm.experts_per_peer, fixed.config.model.guest_rank) == (7, 16)
+
+
+def test_a_peer_with_columns_of_its_own_number_keeps_them() -> None:
+    asked = replace(question("small"), owned=6)
+    usual, more = tune(question("small"), owners=False), tune(asked, owners=False)
+    assert usual is not None
+    assert more is not None
+    assert (usual.steps[0].overrides, more.before) == (more.steps[0].overrides, waiting(asked))
+    first = replace(asked, config=changed(asked.config, more.steps[0].overrides))
+    assert more.steps[0].waiting == waiting(first) != usual.steps[0].waiting
+
+
+def test_guests_are_not_offered_where_no_tile_holds_their_rows() -> None:
+    asked = question("small", link=Link(0.5 * MBIT, 10 * MBIT))
+    config = changed(
+        asked.config, ("model.d_model=2054", "model.num_heads=2", "model.num_kv_heads=2", "model.expert_ffn=65537")
+    )
+    found = tune(replace(asked, config=config, peers=32, memory_bytes=None), owners=False)
+    assert found is not None
+    assert found.config.sync.expert_rounds > 1
+    assert found.config.model.guest_rank == 0
+
+
+def test_a_run_that_exchanges_nothing_waits_for_nothing() -> None:
+    asked = question("small", link=Link(0.5 * MBIT, 10 * MBIT))
+    found = tune(replace(asked, config=changed(asked.config, ("sync.enabled=false",))))
+    assert found is not None
+    assert (found.before, found.steps) == (0.0, ())
 
 
 def test_nothing_is_changed_that_suits() -> None:
