@@ -242,7 +242,7 @@ def _sync_table(found: Answer) -> Table:
 
     question, config = found.question, found.question.config
     steps = steps_per_round_at(config, config.scheduler.total_steps)
-    spread = Spread.of(config.model.num_experts, question.peers, question.owned, config.swarm.experts_per_peer)
+    spread = Spread.in_run(config, question.peers, question.owned)
     owners = f"{'1 owner' if spread.replicas == 1 else f'{spread.replicas:.3g} owners'} per column"
     if spread.covered < config.model.num_experts:
         owners = f"owners for {spread.covered} of {config.model.num_experts} columns"

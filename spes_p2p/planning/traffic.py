@@ -94,10 +94,19 @@ class Spread:
     covered: float
 
     @classmethod
-    def of(cls, num_experts: int, peers: int, owned: int, owned_by_others: int) -> Spread:
-        """All columns are covered before one has a second owner."""
-        owners = owned + (peers - 1) * owned_by_others
-        return cls(peers, owned, max(1.0, owners / num_experts), min(num_experts, owners))
+    def of(cls, num_experts: int, peers: int, owned: int, owned_by_others: int, most_replicas: int) -> Spread:
+        """All columns are covered before one has a second owner. Where there is room for more than `most_replicas`
+        of each, all peers own less."""
+        room = owned + (peers - 1) * owned_by_others
+        owners = min(room, most_replicas * num_experts)
+        own = owned * owners / room if room else 0.0
+        return cls(peers, own, max(1.0, owners / num_experts), min(num_experts, owners))
+
+    @classmethod
+    def in_run(cls, config: Config, peers: int, owned: int) -> Spread:
+        """With room for `owned` columns here, and at each other peer for as many as the run asks for."""
+        swarm = config.swarm
+        return cls.of(config.model.num_experts, peers, owned, swarm.experts_per_peer, swarm.target_replicas)
 
 
 def round_traffic(
@@ -129,7 +138,7 @@ def sync_costs(
     All peers are equally fast.
     """
     sizes = Sizes.of(config.model)
-    spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
+    spread = Spread.in_run(config, peers, owned)
     sync, traffic = config.sync, Traffic(OneWay(), OneWay())
     if sync.enabled:
         traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments, sync.vocabulary_rounds)

@@ -9,6 +9,7 @@ import pytest
 from spes_p2p.consensus.slices import plan_slices
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
+from spes_p2p.ownership.assign import OwnershipRequest, assign, nobody
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Link, Spread, round_traffic, stored_bytes, sync_costs
 from tests.planning.runs import run_named
@@ -45,12 +46,13 @@ def sizes(experts: int) -> Sizes:
 def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
     """Four peers with two of eight columns each: three guests in every column, in a fourth of the rounds."""
     some = replace(sizes(8), coordinates=12)
-    traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
+    traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), column_rounds=4)
     assert (traffic.up.guests, traffic.down.guests) == (6 * 3, 2 * 3 * 3)
-    plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
+    plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), column_rounds=4)
     assert traffic.up.bytes_in("int4") - plain.up.bytes_in("int4") == 2 * 18
     assert traffic.down.bytes_in("int4", None, "fp32") - plain.down.bytes_in("int4") == 4 * 18
-    shared = round_traffic(some, Spread.of(8, peers=4, owned=4, owned_by_others=4))  # two owners a column
+    two_owners = Spread.of(8, peers=4, owned=4, owned_by_others=4, most_replicas=2)
+    shared = round_traffic(some, two_owners)
     assert (shared.up.guests, shared.down.guests) == (4 * 12, 4 * (4 - 2) / 2 * 12)
 
 
@@ -59,7 +61,7 @@ def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
 )
 def test_the_formula_is_what_the_plan_moves(peers: int, experts: int, replicas: int) -> None:
     owned = experts * replicas // peers
-    traffic = round_traffic(sizes(experts), Spread.of(experts, peers, owned, owned))
+    traffic = round_traffic(sizes(experts), Spread.of(experts, peers, owned, owned, replicas))
     counted = planned(peers, experts, replicas)
     assert sum(sent for sent, _ in counted) == pytest.approx(peers * traffic.up.values)
     assert sum(received for _, received in counted) == pytest.approx(peers * traffic.down.values)
@@ -68,14 +70,28 @@ def test_the_formula_is_what_the_plan_moves(peers: int, experts: int, replicas: 
         assert received == pytest.approx(traffic.down.values, rel=0.15)
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_no_column_has_more_owners_than_the_run_asks_for(replicas: int) -> None:
+    """Sixteen peers with room for four owners a column: who owns what is agreed by `assign`."""
+    wishes = {PeerId(f"peer-{index:02d}"): OwnershipRequest(2) for index in range(16)}
+    owners = assign(nobody(8), wishes, replicas)
+    assert {len(peers) for peers in owners} == {replicas}
+    spread = Spread.in_run(run_named("small", f"swarm.target_replicas={replicas}"), peers=16, owned=2)
+    assert (spread.replicas, spread.covered) == (replicas, 8)
+    traffic, counted = round_traffic(sizes(8), spread), planned(16, 8, replicas)
+    assert sum(sent for sent, _ in counted) == pytest.approx(16 * traffic.up.values)
+    assert sum(received for _, received in counted) == pytest.approx(16 * traffic.down.values)
+
+
 def test_columns_that_nobody_owns_do_not_travel() -> None:
-    one_each = round_traffic(sizes(8), Spread.of(8, peers=2, owned=1, owned_by_others=1))
+    one_each = round_traffic(sizes(8), Spread.of(8, peers=2, owned=1, owned_by_others=1, most_replicas=1))
     assert (one_each.up.values, one_each.down.values) == (2 * TILES, 2 * TILES)
 
 
 def test_the_7b_run_moves_what_the_design_says() -> None:
     """6.2e9 values each way on 4 peers, 24.7 GB in fp32; 2.5e9 with experts every 4th round; 8.4e9 at 1,000 peers."""
-    seven, four = Sizes.of(run_named("spes-7b").model), Spread.of(32, peers=4, owned=8, owned_by_others=8)
+    seven = Sizes.of(run_named("spes-7b").model)
+    four = Spread.of(32, peers=4, owned=8, owned_by_others=8, most_replicas=1)
     traffic = round_traffic(seven, four)
     assert traffic.up.values == pytest.approx(traffic.down.values) == pytest.approx(6.2e9, rel=0.01)
     assert traffic.up.bytes_in("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
