@@ -275,10 +275,14 @@ def leased_tokens(
     return batch.tokens[batch.loss_mask]
 
 
-def need_held_out(dataset: AnyDataset, config: Config, max_sequences: int) -> None:
-    """Those of `held_out_batches` should be fetched, and stay, where data comes from others."""
+def need_held_out(dataset: AnyDataset, config: Config, *max_sequences: int) -> None:
+    """Those of `held_out_batches` should be fetched, and stay, where data comes from others.
+
+    `max_sequences`: of each purpose for which they are read. Replaces what was needed before.
+    """
     sequences = _Reader(dataset, config).sequences
-    sequences.need(_held_out(sequences, max_sequences), always=True)
+    chosen = np.concatenate([_held_out(sequences, most) for most in max_sequences])
+    sequences.need(np.unique(chosen), always=True)
 
 
 def _held_out(sequences: TokenSequences, most: int) -> NDArray[np.int64]:

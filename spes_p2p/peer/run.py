@@ -312,10 +312,7 @@ def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say:
             check_dataset(pieces.dataset_hash, config.data.path, info)
             check_datasets(pieces.catalogue, config)
             connection.data.serve(pieces)
-    if config.eval.every_rounds:
-        need_held_out(dataset, config, config.eval.sequences)
-    if scored := trial_sequences(config):
-        need_held_out(dataset, config, scored)
+    need_held_out(dataset, config, config.eval.sequences if config.eval.every_rounds else 0, trial_sequences(config))
     return dataset
 
 

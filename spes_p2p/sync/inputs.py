@@ -55,7 +55,7 @@ class Inputs:
         """The newest one."""
         self._folder = self._earlier_folder = directory / "none"
         self.keeps_earlier = keeps_earlier
-        self._count = 0
+        self._count = self._frozen = 0
 
     def take(
         self,
@@ -94,11 +94,13 @@ class Inputs:
         return self._directory.with_name(name), self._directory.with_name(f"{name}-too")
 
     def freeze(self, source: BlockSource, blocks: Sequence[int]) -> BlockSource:
-        """`source` as it is now for `blocks`, kept beside the snapshot until the next one is taken."""
-        return _Frozen(
-            source,
-            {block: on_disk(self._directory / _FROZEN / block_file(block), source.block(block)) for block in blocks},
-        )
+        """`source` as it is now for `blocks`, kept beside the snapshot until the next one is taken.
+
+        It may read what an earlier call has kept: no file is written twice.
+        """
+        self._frozen += 1
+        folder = self._directory / f"{_FROZEN}-{self._frozen}"
+        return _Frozen(source, {block: on_disk(folder / block_file(block), source.block(block)) for block in blocks})
 
     @property
     def parent(self) -> Hash:

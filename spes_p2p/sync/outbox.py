@@ -125,7 +125,7 @@ def in_parts(envelope: Envelope, room_bytes: int = _ROOM) -> list[bytes]:
     for one in _singles(envelope):
         more = len(pack(one))
         if size + more > room_bytes:
-            parts.append(Envelope(envelope.sender))
+            parts.append(Envelope(envelope.sender, answers=envelope.answers))
             size = 0
         parts[-1] = _together(parts[-1], one)
         size += more
@@ -134,8 +134,9 @@ def in_parts(envelope: Envelope, room_bytes: int = _ROOM) -> list[bytes]:
 
 def _singles(envelope: Envelope) -> Iterator[Envelope]:
     """One envelope for each thing said. The certificate goes early: it makes the rest unnecessary."""
-    first = ("statuses", "commit", "ready", "plan", "votes", "contents")
-    for name in (*first, "degraded_proposals", "degraded_votes", "reports"):
+    order = dict.fromkeys(("statuses", "commit", "ready", "plan", "votes", "contents"))
+    order |= dict.fromkeys(item.name for item in fields(Envelope) if item.name not in ("sender", "answers"))
+    for name in order:
         value: Any = getattr(envelope, name)
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             said: dict[str, Any] = {name: (item,) if isinstance(value, tuple) else item}

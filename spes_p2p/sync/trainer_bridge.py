@@ -55,6 +55,7 @@ class TrainerBridge:
     def applied(self, event: Applied) -> None:
         self._on_applied(event)
         with self._changed:
+            self._closing = False  # the next round's close may come before training has taken this commit
             self._applied.append(event)
             self._changed.notify_all()
 
@@ -131,7 +132,6 @@ class TrainerBridge:
                 self._changed.wait(min(left, 1.0))
             events, self._applied = tuple(self._applied), []
             self._in_use |= _rounds((events[0], events[-1]))
-            self._closing = False
             return events
 
     def use(self, round: int) -> None:

@@ -64,6 +64,18 @@ def test_held_out_sequences_come_first_and_stay(tmp_path: Path) -> None:
     assert [batch.tokens.tolist() for batch in held_out_batches(dataset, CONFIG, 2, at_once)] == there
 
 
+def test_held_out_sequences_of_evaluations_and_of_trials_stay(tmp_path: Path) -> None:
+    pieces = make_pieces(tmp_path)
+    feed, _ = make_feed(tmp_path / "cache", pieces)
+    dataset = PieceDataset(feed)
+    need_held_out(dataset, CONFIG, 2, 1)
+    hand_over(pieces, feed)
+    for number in (1, 2):
+        assert sum(len(batch.tokens) for batch in held_out_batches(dataset, CONFIG, number, at_once)) == number
+    need_held_out(dataset, CONFIG, 0, 0)
+    assert not feed.missing(100).pieces
+
+
 def test_what_training_waits_for_is_first_and_the_wait_ends_when_it_has_come(tmp_path: Path) -> None:
     pieces = make_pieces(tmp_path)
     feed, said = make_feed(tmp_path / "cache", pieces)

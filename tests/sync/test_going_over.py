@@ -98,6 +98,21 @@ def work_of(life: PretendPeer, round: int, block: int) -> Values:
     return np.asarray(handed.values[block] - handed.started[block])
 
 
+def test_with_overlap_training_goes_on_through_a_round_made_alone_and_the_others_instead(folder: Path) -> None:
+    """It has trained ahead of both, and hands nothing in between: what it goes on from is kept twice."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(NAMES, QUICK)
+        await swarm.until_round(3)
+        life = peer(swarm, "e")
+        await cut_off(swarm, "e", 1, 1.0, 5.0, 9.0)
+        await back(swarm)
+        await swarm.until_round(switch_of(life).commit.manifest.round + 2)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config("sync.overlap=true", peers=5))
+
+
 VARIANTS = [
     pytest.param(("sync.codec=int8", "sync.expert_codec=int4", "sync.expert_rounds=2"), 12.0, id="turns"),
     pytest.param((), 0.0, id="at once"),

@@ -65,6 +65,19 @@ def test_the_next_snapshot_leaves_maps_of_the_last_as_they_were(tmp_path: Path) 
     assert len(list((tmp_path / "inputs").iterdir())) == 1
 
 
+def test_what_is_trained_on_is_kept_again_before_the_next_snapshot(tmp_path: Path) -> None:
+    """A round made alone, and then one of the others instead: the second may read what the first has kept."""
+    layout, inputs, source = taken(tmp_path)
+    first = inputs.freeze(source, (0, 2))
+    again = inputs.freeze(first, (0, 2))
+    source.values = new_values(layout, 2)
+    for frozen in (first, again):
+        assert np.array_equal(frozen.block(2), Blocks(layout, 1).block(2))
+    inputs.take(Q, (0,), source.block)
+    assert len(list((tmp_path / "inputs").iterdir())) == 1
+    assert np.array_equal(again.block(2), Blocks(layout, 1).block(2))
+
+
 def test_a_full_disk_leaves_the_snapshot_in_memory(tmp_path: Path) -> None:
     layout = small_layout()
     inputs, source = Inputs(tmp_path / "inputs", layout), Blocks(layout, 1)

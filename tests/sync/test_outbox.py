@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.content import Envelope, Equivocation
 from spes_p2p.consensus.manifest import Slice
-from spes_p2p.consensus.messages import Ballots, Intent, Prevote, Report, Status, Votes, Work
+from spes_p2p.consensus.messages import (
+    Accusation,
+    Ballots,
+    Intent,
+    Prevote,
+    Report,
+    Status,
+    Verdict,
+    Votes,
+    Work,
+)
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -28,8 +40,17 @@ PIECE = Slice(0, 0, 4, A, (A,))
 def envelope(sealer: KeySealer, sequence: int, reports: int = 0) -> Envelope:
     status = Status(NO_HASH, A, 1, sequence, 0, NO_HASH, Work(), Intent(), Ballots())
     said = tuple(sealer.seal(Report(NO_HASH, NO_HASH, at, PIECE, (NO_HASH,) * 4)) for at in range(reports))
-    vote = Votes(sealer.seal(Prevote(NO_HASH, NO_HASH, 0, NO_HASH)))
-    return Envelope(A, (sealer.seal(status),), reports=said, votes=(vote,))
+    prevote = sealer.seal(Prevote(NO_HASH, NO_HASH, 0, NO_HASH))
+    return Envelope(
+        A,
+        (sealer.seal(status),),
+        reports=said,
+        accusations=tuple(sealer.seal(Accusation(NO_HASH, report)) for report in said[:2]),
+        verdicts=(sealer.seal(Verdict(NO_HASH, NO_HASH, B, "passed")),),
+        votes=(Votes(prevote),),
+        answers=7,
+        equivocations=(Equivocation((prevote, prevote)),),
+    )
 
 
 class Listener:
@@ -76,12 +97,13 @@ class Desk:
 
 
 def together(parts: list[Envelope]) -> Envelope:
-    return Envelope(
-        A,
-        tuple(item for part in parts for item in part.statuses),
-        reports=tuple(item for part in parts for item in part.reports),
-        votes=tuple(item for part in parts for item in part.votes),
-    )
+    """What all parts say; each answers."""
+    joined: dict[str, Any] = {}
+    for name in (item.name for item in dataclasses.fields(Envelope)):
+        values = [getattr(part, name) for part in parts]
+        joined[name] = sum(values, ()) if isinstance(values[0], tuple) else next(filter(None, values), None)
+    assert {part.answers for part in parts} == {joined["answers"]}
+    return Envelope(**joined)
 
 
 def test_a_large_envelope_is_cut_into_parts_that_say_the_same() -> None:

@@ -54,6 +54,19 @@ def test_commits_come_in_order_and_once() -> None:
     assert gate.wait(until=0.0) == ()
 
 
+def test_a_round_that_closes_before_the_last_commit_is_taken_ends_too() -> None:
+    """A slow machine's step may outlast the others' round, and nobody asks twice to end one."""
+    gate = TrainerBridge()
+    gate.close_training()
+    gate.applied(applied(7))
+    gate.close_training()
+    gate.wait()
+    assert gate.should_stop()
+    gate.applied(applied(8))
+    gate.wait()
+    assert not gate.should_stop()
+
+
 def test_states_that_training_still_reads_are_in_use() -> None:
     gate = TrainerBridge()
     Recorder(gate)
