@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import ConfigError, StorageFull
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -49,6 +49,17 @@ def _free_bytes(path: Path) -> int:
     while not parent.exists():
         parent = parent.parent
     return shutil.disk_usage(parent).free
+
+
+def make_folder(output: Path, flag: str = "--output") -> None:
+    """Raises ConfigError where it cannot be made, and StorageFull."""
+    try:
+        with storing(output):
+            output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {output} of {flag} cannot be created: {error.strerror}", fix=f"choose another with {flag}"
+        ) from error
 
 
 def reserve(path: Path, size: int) -> None:

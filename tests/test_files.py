@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.errors import StorageFull
-from spes_p2p.files import whole_file, whole_folder, write_whole
+from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.files import make_folder, whole_file, whole_folder, write_whole
 from tests.state.small import all_files, file_size_limit
 
 
@@ -67,3 +67,11 @@ def test_a_folder_comes_whole_in_place_of_an_older_one(tmp_path: Path) -> None:
     assert all_files(tmp_path) == {"step/a": bytes(5)}
     make("b")
     assert all_files(tmp_path) == {"step/b": bytes(5)}
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be created: Not a directory"):
+        make_folder(tmp_path / "file" / "folder")
+    make_folder(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()

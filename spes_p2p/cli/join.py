@@ -127,9 +127,9 @@ def join(
     Example: spes-p2p join spes1... --output peer
     """
     from spes_p2p.config.fingerprint import split_overrides
+    from spes_p2p.files import make_folder
     from spes_p2p.limits import use_cores
     from spes_p2p.peer.contacts import first_addresses
-    from spes_p2p.peer.folder import make_folder
     from spes_p2p.peer.options import (
         NetworkOptions,
         PeerOptions,

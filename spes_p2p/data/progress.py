@@ -18,7 +18,7 @@ from typing import Any
 from spes_p2p.data.readers import SUFFIXES, Source, size_of, stamp_of
 from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
-from spes_p2p.files import PARTIAL, storing, write_whole
+from spes_p2p.files import PARTIAL, make_folder, write_whole
 from spes_p2p.locks import FileLock
 
 FOLDER = ".progress"
@@ -93,9 +93,12 @@ class Workspace:
     @classmethod
     @contextmanager
     def opened(cls, folder: Path, settings: Settings, units: Sequence[Unit]) -> Iterator[Workspace]:
-        """Creates or continues `folder`. Raises DataError when it is in use or holds other inputs or settings."""
-        with storing(folder):
-            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        """Creates or continues `folder`.
+
+        Raises ConfigError where it cannot be made, DataError when it is in use or holds other inputs or settings.
+        """
+        make_folder(folder)
+        make_folder(folder / FOLDER)
         with ExitStack() as stack:
             try:
                 stack.callback(FileLock(folder / FOLDER / "lock").release)

@@ -21,12 +21,13 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.files import make_folder
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
-from spes_p2p.peer.folder import claim_folder, kept_run, make_folder, open_archive
+from spes_p2p.peer.folder import claim_folder, kept_run, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
 from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network

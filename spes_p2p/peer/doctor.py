@@ -34,6 +34,7 @@ from spes_p2p.errors import (
     first_line,
 )
 from spes_p2p.exchange.piece_fetcher import fetch_catalogue
+from spes_p2p.files import make_folder
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.metrics import amount_text
 from spes_p2p.peer.checks import (
@@ -51,7 +52,6 @@ from spes_p2p.peer.checks import (
 )
 from spes_p2p.peer.devices import choose_cards, limits_of, why_it_cannot_train
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
-from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import JoinTarget, PeerOptions
 from spes_p2p.peer.web_data import absent_on_web

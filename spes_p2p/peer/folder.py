@@ -11,8 +11,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from spes_p2p.errors import ConfigError, PermanentError, RemoteProtocolError
-from spes_p2p.files import write_whole
+from spes_p2p.errors import PermanentError, RemoteProtocolError
+from spes_p2p.files import make_folder, write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -28,16 +28,6 @@ INFO_FILE = "info"
 """In `run/` of a node's folder: the RunInfo that the run's fingerprint is the hash of."""
 OWNER = "peer_id"
 CHECKPOINTS = "checkpoints"
-
-
-def make_folder(output: Path, flag: str = "--output") -> None:
-    """Raises ConfigError where it cannot be made."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {output} of {flag} cannot be created: {error.strerror}", fix=f"choose another with {flag}"
-        ) from error
 
 
 def holds_run(output: Path) -> bool:

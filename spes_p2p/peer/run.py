@@ -23,6 +23,7 @@ from spes_p2p.data.order import handed_out
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, PermanentError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
+from spes_p2p.files import make_folder
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Note, Pause, Peer, Round, Warning
@@ -38,7 +39,7 @@ from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.entrance import check_kept_is_open, check_not_banned
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
-from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
+from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, PauseTriggers

@@ -18,10 +18,9 @@ from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
-from spes_p2p.files import NODE_FOLDER, in_folder
+from spes_p2p.files import NODE_FOLDER, in_folder, make_folder
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout, vocabulary_tiles
-from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.herald import expected_coverage
 from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer

@@ -260,6 +260,14 @@ def test_nothing_to_read_is_said_clearly(tmp_path: Path) -> None:
         tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", ALONE)
 
 
+def test_an_output_folder_that_cannot_be_made_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").touch()
+    for output in (tmp_path / "text.txt", Path("/proc/nope")):
+        with pytest.raises(ConfigError, match=f"the folder {output} of --output cannot be created: ") as caught:
+            tokenize([str(corpus)], output, ALONE)
+        assert caught.value.fix == "choose another with --output"
+
+
 def test_files_of_no_known_kind_are_named(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "text.md").write_text("text")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError, PermanentError, StateError
+from spes_p2p.files import make_folder
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.peer.folder import claim_folder, holds_run, make_folder, open_archive
+from spes_p2p.peer.folder import claim_folder, holds_run, open_archive
 from spes_p2p.sync.chain import Chain
 from tests.sync.chains import MadeRun
 
@@ -51,12 +52,6 @@ def test_waiting_in_vain_leaves_no_run_behind(tmp_path: Path, run: MadeRun) -> N
     claim_folder(tmp_path / "run", run.info, run.layout, ME)
     run.store(tmp_path / "run" / "state").close()
     assert not holds_run(tmp_path)
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be created: Not a directory"):
-        make_folder(tmp_path / "file" / "folder")
 
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path, run: MadeRun) -> None:
