@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
 OPTIONS, ARGUMENTS = "Options", "Arguments"
@@ -17,6 +18,14 @@ KINDS = {"list[str]": "TEXT", "str": "TEXT", "path": "PATH", "int": "N", "float"
 
 class PlainCommand(TyperCommand):
     """A command whose options stand in sections."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Says of a wrong value what is wrong, without the word for it that typer takes over from pydantic."""
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)

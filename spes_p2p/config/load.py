@@ -22,6 +22,19 @@ from spes_p2p.config.sections import is_private
 from spes_p2p.errors import ConfigError
 
 _MOST_MISTAKES_SHOWN = 3
+_WANTED = {
+    "bool_type": "to true or false",
+    "int_type": "to a whole number",
+    "float_type": "to a number",
+    "finite_number": "to a finite number",
+    "string_type": "to a text",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "to at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "to at most {le}",
+    "literal_error": "to one of {expected}",
+}
+"""What pydantic's kinds of errors ask for, and how it calls the limits."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -143,12 +156,18 @@ def _parse(text: str, origin: str) -> Any:
         return deepcopy(_read(text))
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{origin} is not valid YAML: {' '.join(str(error).split())}", fix="correct that line"
+            f"{origin} is not valid YAML: {_place_and_problem(error)}", fix="correct that line"
         ) from error
     except ValueError as error:  # a number of thousands of digits, or a date that is none
         raise ConfigError(f"{origin} has a value that cannot be read: {error}", fix="correct that value") from error
     except RecursionError as error:
         raise ConfigError(f"{origin} is nested too deeply", fix="write sections of plain values") from error
+
+
+def _place_and_problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 @lru_cache(maxsize=64)
@@ -178,12 +197,24 @@ def _explained(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     by_key: dict[str, list[Any]] = {}
     for details in sorted(error.errors(), key=lambda details: details["type"] != "extra_forbidden"):
         by_key.setdefault(".".join(map(str, details["loc"][:2])), []).append(details)
-    mistakes = [_mistake(key, errors, tree) for key, errors in by_key.items() if not _is_filled_in(key, errors, tree)]
+    mistakes: list[ConfigError] = []
+    for key, errors in by_key.items():
+        is_meant = any(mistake.fix == f"did you mean {key}?" for mistake in mistakes)  # written, but misspelt
+        if not is_meant and not _is_filled_in(key, errors, tree):
+            mistakes.append(_mistake(key, errors, tree))
     shown = mistakes[:_MOST_MISTAKES_SHOWN]
     message = "; ".join(map(str, shown))
     if len(mistakes) > len(shown):
         message += f"; and {len(mistakes) - len(shown)} more mistakes"
-    return ConfigError(message, fix="; ".join(mistake.fix for mistake in shown))
+    return ConfigError(message, fix=_joined([mistake.fix for mistake in shown]))
+
+
+def _joined(fixes: list[str]) -> str:
+    """In one line; what follows a question begins a sentence."""
+    text = fixes[0]
+    for fix in fixes[1:]:
+        text += f" {fix[0].upper()}{fix[1:]}" if text.endswith("?") else f"; {fix}"
+    return text
 
 
 def _is_filled_in(key: str, errors: list[Any], tree: Mapping[str, Any]) -> bool:
@@ -201,12 +232,31 @@ def _mistake(key: str, errors: list[Any], tree: Mapping[str, Any]) -> ConfigErro
         return ConfigError(f"{key} is missing", fix=f"add {key} to the config")
     if key == section:
         return ConfigError(f"{key} is {_brief(tree[key])}, not a section", fix=f"put the keys of {key} under it")
-    wanted = str(errors[0]["msg"])
-    # A list, one of several types, or a pattern: say what the field means.
-    if len(errors) > 1 or len(errors[0]["loc"]) > 2 or kind == "string_pattern_mismatch":
-        wanted = str(dict(fields_of_tree())[key].description)
-    value = _brief(tree[section][key.partition(".")[2]])
-    return ConfigError(f"{key} is {value}, not an allowed value", fix=f"{key}: {wanted}")
+    value = tree[section][key.partition(".")[2]]
+    return ConfigError(f"{key} is {_brief(value)}, not an allowed value", fix=_as_allowed(key, errors, value))
+
+
+def _as_allowed(key: str, errors: list[Any], value: Any) -> str:
+    """What to set a key to. Of a list, one of several types, or a pattern: what the field means."""
+    kind, place, limits = errors[0]["type"], errors[0]["loc"], errors[0].get("ctx", {})
+    if len(errors) == 1 and len(place) == 2 and kind in _WANTED:
+        return f"set {key} {_WANTED[kind].format_map({name: _plain(limit) for name, limit in limits.items()})}"
+    odd = "" if kind != "string_pattern_mismatch" else next((one for one in value if _is_odd(one)), "")
+    return f"change {key}{odd and f', without {odd!r}'}: {str(dict(fields_of_tree())[key].description).rstrip('.')}"
+
+
+def _plain(limit: Any) -> str:
+    """`'auto', True or False` to `auto, true, false`, as people write them; 0.0 to 0."""
+    return (
+        limit.replace("'", "").replace(" or ", ", ").lower()
+        if isinstance(limit, str)
+        else f"{limit}".removesuffix(".0")
+    )
+
+
+def _is_odd(character: str) -> bool:
+    """Whether nothing that a pattern asks for has it: names and hexadecimal numbers."""
+    return not (character.isascii() and (character.isalnum() or character in "._-"))
 
 
 def _brief(value: Any) -> str:

@@ -27,16 +27,25 @@ def tiny(*overrides: str) -> Config:
         ("modle.d_model=8", "unknown key modle.d_model", "did you mean model.d_model?"),
         ("zzz=8", "unknown key zzz", "run, model, data"),
         ("model.num_experts", "has no value", "section.name=value"),
-        ("model.num_experts='8'", "model.num_experts is '8'", "integer"),
-        ("model.num_experts=true", "model.num_experts is True", "integer"),
-        ("model.qk_norm=some", "model.qk_norm is 'some'", "'none', 'full' or 'head'"),
-        ("optimizer.lr=-1", "optimizer.lr is -1", "greater than 0"),
-        ("optimizer.lr=.inf", "optimizer.lr is inf", "finite"),
+        ("model.num_experts='8'", "model.num_experts is '8'", "set model.num_experts to a whole number"),
+        ("model.num_experts=true", "model.num_experts is True", "a whole number"),
+        ("model.qk_norm=some", "model.qk_norm is 'some'", "set model.qk_norm to one of none, full, head"),
+        ("model.torch_compile=yes please", "model.torch_compile is 'yes please'", "to one of auto, true, false"),
+        ("output.tensorboard=maybe", "output.tensorboard is 'maybe'", "set output.tensorboard to true or false"),
+        ("optimizer.lr=-1", "optimizer.lr is -1", "set optimizer.lr above 0"),
+        ("optimizer.lr=.inf", "optimizer.lr is inf", "to a finite number"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas has 1.0", "below 1"),
-        ("run.run_id=a/b", "run.run_id is 'a/b'", "letters, digits"),
-        ("sync.codec=int3", "sync.codec is 'int3'", "'fp32', 'bf16', 'int8', 'int4', 'ternary', 'topk' or 'topk2'"),
-        ("sync.merge_alpha=1.5", "sync.merge_alpha is 1.5", "less than or equal to 1"),
-        ("sync.merge_top_k=0", "sync.merge_top_k is 0", "greater than or equal to 1"),
+        ("run.run_id=a/b", "run.run_id is 'a/b'", "change run.run_id, without '/': "),
+        (
+            "run.run_id=my run",
+            "run.run_id is 'my run'",
+            "without ' ': Name of the run, in the DHT and in folders: at most 64 ",
+        ),
+        ("run.run_id=.run", "run.run_id is '.run'", "change run.run_id: Name of the run"),
+        ("run.seed=9223372036854775808", "run.seed is 9223372036854775808", "set run.seed below 9223372036854775808"),
+        ("sync.codec=int3", "sync.codec is 'int3'", "to one of fp32, bf16, int8, int4, ternary, topk, topk2"),
+        ("sync.merge_alpha=1.5", "sync.merge_alpha is 1.5", "set sync.merge_alpha to at most 1"),
+        ("sync.merge_top_k=0", "sync.merge_top_k is 0", "set sync.merge_top_k to at least 1"),
         ("model.d_model=130", "model.d_model is 130, not divisible by model.num_heads (4)", "model.head_dim"),
         ("model.num_kv_heads=3", "not divisible by model.num_kv_heads (3)", "divisor"),
         ("model.head_dim=31", "model.head_dim is 31", "even"),
@@ -44,9 +53,9 @@ def tiny(*overrides: str) -> Config:
         ("model.embedding_rows=256", "model.embedding_rows is 256, fewer than model.vocab_size (257)", "vocab_size"),
         ("optimizer.micro_batch_sequences=3", "not divisible by optimizer.micro_batch_sequences (3)", "divisor of 8"),
         ("model.document_end=257", "model.vocab_size is 257: no token has this id", "eos_id"),
-        ("model.document_end=-1", "model.document_end is -1", "greater than or equal to 0"),
+        ("model.document_end=-1", "model.document_end is -1", "at least 0"),
         ("scheduler.warmup_steps=1000", "not below scheduler.total_steps (1000)", "shorten"),
-        ("scheduler.name=linear", "scheduler.name is 'linear'", "'cosine' or 'wsd'"),
+        ("scheduler.name=linear", "scheduler.name is 'linear'", "set scheduler.name to one of cosine, wsd"),
         ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
         ("sync.steps_per_round=0", "sync.steps_per_round is 0", "[[until step, H], ..., [0, H]]"),
         ("sync.steps_per_round=[[100, 5]]", "must not end", "[0, H]"),
@@ -60,6 +69,16 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
         tiny(override)
     assert message in str(error.value)
     assert fix in error.value.fix
+
+
+def test_a_misspelt_key_is_one_mistake_although_the_one_that_was_meant_is_missing() -> None:
+    text = TINY.read_text().replace("\n  top_k:", "\n  topk:")
+    with pytest.raises(ConfigError) as error:
+        config_from_text(text)
+    assert (str(error.value), error.value.fix) == ("unknown key model.topk", "did you mean model.top_k?")
+    with pytest.raises(ConfigError) as error:
+        config_from_text(text, ["optimizer.lr=0", "model.num_layers=0"])
+    assert error.value.fix == "did you mean model.top_k? Set model.num_layers to at least 1; set optimizer.lr above 0"
 
 
 def test_a_codec_that_does_not_exist_is_one_mistake_although_the_experts_would_take_it_too() -> None:
@@ -113,7 +132,9 @@ def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...],
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "is not valid YAML"),
+        ("a: [", "is not valid YAML: line 1: "),
+        ("model:\n  d_model\n  top_k: 2", "the config is not valid YAML: line 3: mapping values are not allowed here"),
+        ("run: {run_id: a\0b}", "is not valid YAML: "),
         ("[" * 5000, "is nested too deeply"),
         ("run: " + "9" * 5000, "has a value that cannot be read: Exceeds the limit (4300 digits)"),
         ("run: 2026-02-31", "has a value that cannot be read: day is out of range"),
