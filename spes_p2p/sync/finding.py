@@ -76,7 +76,12 @@ def choose_run(groups: list[RunGroup], run_id: str | None = None, fingerprint: s
         )
     named = [group for group in groups if run_id in (None, group.run_id)]
     if not named:
-        raise ConfigError(f"no run {run_id!r} is announced here, only {_listed(groups)}", fix="choose with --run-id")
+        names = " or ".join(sorted({group.run_id for group in groups}))
+        raise ConfigError(
+            f"no run {run_id!r} is announced here, only {_listed(groups)}",
+            # an invitation names its run, by fingerprint too
+            fix=f"give --run-id {names}" if fingerprint is None else "ask the organiser whether the run is still alive",
+        )
     fitting = [group for group in named if group.fingerprint.hex().startswith((fingerprint or "").lower())]
     if not fitting:
         raise ConfigError(

@@ -33,6 +33,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_address(text)
 
 
+def test_what_is_wrong_with_an_address_is_said_without_the_address() -> None:
+    for text, wrong in (("8.8.8.8:4000", "must begin with /"), ("/nothing/1", "nothing: Unknown Protocol")):
+        with pytest.raises(ValueError) as caught:
+            parse_address(text)
+        assert str(caught.value) == f"not a multiaddress ({wrong})"
+
+
 def evidence(*addresses: str, met: tuple[tuple[str, int], ...] = ()) -> list[str]:
     book = AddressBook()
     book.learn(PEER, addresses)

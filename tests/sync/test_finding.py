@@ -36,7 +36,8 @@ def test_a_name_or_the_first_digits_of_a_fingerprint_choose() -> None:
 @pytest.mark.parametrize(
     ("announced", "run_id", "fingerprint", "message", "fix"),
     [
-        ([("tiny", ONE)], "big", None, r"no run 'big' is announced here, only tiny \(1111", "--run-id"),
+        ([("tiny", ONE)], "big", None, r"no run 'big' is announced here, only tiny \(1111", "give --run-id tiny"),
+        ([("tiny", ONE)], "big", "99", r"no run 'big' is announced here, only tiny \(1111", "ask the organiser"),
         ([("tiny", ONE)], None, "99", r"no run with fingerprint 99 is announced here, only tiny \(1111", "organiser"),
         ([("tiny", ONE), ("big", TWO)], None, None, r"several runs are announced here: big .*, tiny", "--run-id"),
         ([("tiny", ONE), ("tiny", TWO)], "tiny", None, r"several runs .*1111.*2222", "--fingerprint"),

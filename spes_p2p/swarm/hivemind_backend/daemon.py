@@ -9,6 +9,7 @@ import asyncio
 import errno
 import ipaddress
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -202,7 +203,7 @@ def check_ports(host_maddrs: Iterable[str]) -> None:
                 one.bind(place)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise _taken(maddr) from error
+                raise _taken(f"port {place[1]}") from error
 
 
 def _place(maddr: str) -> tuple[str, int] | None:
@@ -215,9 +216,9 @@ def _place(maddr: str) -> tuple[str, int] | None:
     return address.host, address.port
 
 
-def _taken(what: str) -> NetworkError:
+def _taken(port: str) -> NetworkError:
     return NetworkError(
-        f"the port to listen on is in use: {what}", fix="choose another with --port; 0 takes a free one"
+        f"{port} is in use: another program listens there", fix="choose another with --port; 0 takes a free one"
     )
 
 
@@ -230,7 +231,8 @@ def daemon_ended() -> DaemonEnded:
 
 def _explained(words: str) -> NetworkError:
     if "address already in use" in words:
-        return _taken(words)
+        found = re.search(r":(\d+): bind", words)
+        return _taken(f"port {found[1]}" if found else "the port to listen on")
     if _SAID_NOTHING in words or not words.startswith("Daemon failed"):
         return daemon_ended()
     return NetworkError(f"the libp2p daemon did not start: {words}", fix="check --host-maddrs and --announce-maddrs")

@@ -55,12 +55,18 @@ def parse_address(text: str) -> Address:
         names = [protocol.name for protocol in whole.protocols()]
         values = [whole.value_for_protocol(name) for name in names] if "p2p-circuit" not in names else []
     except Exception as error:  # the parser raises errors of many kinds
-        raise ValueError(f"not a multiaddress ({error})") from error
+        raise ValueError(f"not a multiaddress ({_problem(error)})") from error
     base, _, peer = text.rpartition("/p2p/") if names[-1] == "p2p" else (text, "", "")
     identity = PeerId(peer.strip("/")) if peer else None
     if not values or len(names) < 2 or names[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or names[1] != "tcp":
         return Address(base, identity)
     return Address(base, identity, values[0], int(values[1]))
+
+
+def _problem(error: Exception) -> str:
+    """What the parser found wrong, without the address, which is said before."""
+    words, part = str(getattr(error, "message", error)), getattr(error, "protocol", None)
+    return f"{part}: {words}" if part else f"{words[:1].lower()}{words[1:]}"
 
 
 def is_listing(text: str) -> bool:

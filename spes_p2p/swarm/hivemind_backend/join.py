@@ -16,7 +16,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-from spes_p2p.errors import ClockSkewed, NobodyAnswers, RemoteProtocolError
+from spes_p2p.errors import ClockSkewed, NobodyAnswers, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
 from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
@@ -90,6 +90,7 @@ class Failed:
 
     address: str
     reason: str
+    is_misspelt: bool = False
 
 
 async def meet(
@@ -101,8 +102,8 @@ async def meet(
 ) -> list[Reached]:
     """The initial peers that answer and whose clocks agree with ours. `quiet`: addresses that may fail unnoticed.
 
-    Raises NobodyAnswers with a reason for each address when none answers, and ClockSkewed when all that answer disagree
-    with our clock.
+    Raises NobodyAnswers with a reason for each address when none answers, PermanentError when none is an address of a
+    peer, and ClockSkewed when all that answer disagree with our clock.
     """
     tasks = [asyncio.create_task(_meet(p2p, address, wall_clock, ask_about)) for address in addresses]
     for next_one in asyncio.as_completed(tasks):
@@ -150,9 +151,9 @@ async def _meet_one(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_ab
     try:
         address = parse_address(text)
     except ValueError as error:
-        return Failed(text, f"is {error}")
+        return Failed(text, f"is {error}", is_misspelt=True)
     if address.peer is None:
-        return Failed(text, "lacks the peer id: it must end in /p2p/<peer id>")
+        return Failed(text, "lacks the peer id: it must end in /p2p/<peer id>", is_misspelt=True)
     try:
         async with asyncio.timeout(GREETING_SECONDS):
             return await _greet(p2p, text, address, address.peer, wall_clock, ask_about)
@@ -179,7 +180,7 @@ async def _greet(
     try:
         target = PeerID.from_base58(peer)
     except ValueError:
-        return Failed(text, f"has an invalid peer id: {peer}")
+        return Failed(text, f"has an invalid peer id: {peer}", is_misspelt=True)
     await p2p._client.connect(target, [address.maddr])
     return Reached(text, peer, await greet(p2p, peer, wall_clock, ask_about))
 
@@ -195,8 +196,11 @@ def _reason(words: str) -> str:
     return f"failed: {printable(words.encode())}"
 
 
-def _nobody(failed: list[Failed]) -> NobodyAnswers:
+def _nobody(failed: list[Failed]) -> NobodyAnswers | PermanentError:
     reasons = "; ".join(f"{one.address} {one.reason}" for one in failed)
+    if all(one.is_misspelt for one in failed):
+        fix = "write an address as /ip4/HOST/tcp/PORT/p2p/Qm..., or give an invitation: spes1..."
+        return PermanentError(f"no initial peer can be reached: {reasons}", fix=fix)
     fix = "ask for a newer invitation (who takes part prints it: spes-p2p invite --folder peer), or check your network"
     if all(one.reason == UNREACHABLE for one in failed):
         fix = "check this machine's network: it has no way to any of these addresses; then ask for a newer invitation"
