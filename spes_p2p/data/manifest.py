@@ -88,8 +88,17 @@ class Manifest:
             return cls(**plain)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"{path} is damaged: {error}", fix="copy it again, or run spes-p2p tokenize again"
+                f"{path} is damaged: {_fault(error)}", fix="copy it again, or run spes-p2p tokenize again"
             ) from error
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a manifest, in words for people."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not valid JSON at line {error.lineno}, character {error.colno}"
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return "it is not what spes-p2p tokenize writes"
 
 
 @dataclass(frozen=True)

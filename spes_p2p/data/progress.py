@@ -119,6 +119,11 @@ class Workspace:
         write_whole(_record_path(self.folder, unit), json.dumps(plain).encode())
         self._progress[unit] = progress
 
+    def drop(self, unit: Unit) -> None:
+        """Removes the finished shards of `unit`, as if it had never been among the inputs."""
+        self._remove(unit, self._progress[unit])
+        self._progress[unit] = UnitProgress()
+
     def _load(self, unit: Unit) -> UnitProgress:
         path = _record_path(self.folder, unit)
         if not path.is_file():
@@ -130,10 +135,13 @@ class Workspace:
         progress = UnitProgress(**plain)
         if identity == self._identity[unit] and all(self._is_whole(shard) for shard in progress.shards):
             return progress
-        for shard in progress.shards:  # the input changed, or shards were deleted: this file is done again
-            (self.folder / shard.file).unlink(missing_ok=True)
-        path.unlink()
+        self._remove(unit, progress)  # the input changed, or shards were deleted: this file is done again
         return UnitProgress()
+
+    def _remove(self, unit: Unit, progress: UnitProgress) -> None:
+        for shard in progress.shards:
+            (self.folder / shard.file).unlink(missing_ok=True)
+        _record_path(self.folder, unit).unlink(missing_ok=True)
 
     def _is_whole(self, shard: Shard) -> bool:
         path = self.folder / shard.file

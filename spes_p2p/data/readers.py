@@ -27,6 +27,8 @@ from spes_p2p.errors import DataError, NetworkError, SpesError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".txt")
 NO_FIELD = "no field"
+NO_JSON = "invalid JSON"
+"""Begin the reasons why a line is bad."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE_BYTES = 2**20
 """A plain text file is tokenized in pieces of whole lines of about this size."""
@@ -246,8 +248,13 @@ def find_inputs(patterns: Sequence[str]) -> list[Source]:
                 f"{others[0]} exists, but {others[0].suffix or 'a file without a suffix'} is not a known kind of file",
                 fix=f"rename it to .txt if it is plain text; known kinds of files are {', '.join(SUFFIXES)}",
             )
+        kinds = ", ".join(SUFFIXES)
+        if not matches and not is_on_hub(pattern) and Path(pattern).is_dir():
+            raise DataError(
+                f"the folder {pattern} has no file of a known kind",
+                fix=f"put text into it; known kinds of files are {kinds}",
+            )
         if not matches:
-            kinds = ", ".join(SUFFIXES)
             raise DataError(f"no file matches {pattern!r}", fix=f"check the path; known kinds of files are {kinds}")
         found.update(matches)
     ordered: list[Source] = [*sorted(path for path in found if isinstance(path, Path))]
@@ -294,11 +301,13 @@ def text_of(value: Any, text_field: str) -> str | Bad:
 def parse_line(line: bytes, text_field: str) -> str | Bad:
     """The text of one line of JSON, or why it has none."""
     try:
-        return text_of(json.loads(line.decode()), text_field)
+        return text_of(json.loads(line.rstrip().decode()), text_field)
     except UnicodeDecodeError as error:
         return Bad(f"invalid UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return Bad(f"{NO_JSON} at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
-        return Bad(f"invalid JSON: {error}")
+        return Bad(f"{NO_JSON}: {error}")
 
 
 def _cell(scalar: Any, text_field: str) -> str | Bad:

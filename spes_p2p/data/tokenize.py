@@ -20,7 +20,7 @@ from typing import NamedTuple
 from spes_p2p.data.encode import Encode, Encoded, encoder
 from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, Dataset, InputFile, Manifest
 from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
-from spes_p2p.data.readers import NO_FIELD, Bad, CorpusFile, Piece, Record, find_inputs, size_of
+from spes_p2p.data.readers import NO_FIELD, NO_JSON, Bad, CorpusFile, Piece, Record, find_inputs, size_of
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
 from spes_p2p.data.trees import FolderPieces
@@ -35,6 +35,13 @@ MAX_EXAMPLES = 20
 """Bad lines that are reported one by one, for each input file."""
 SEQUENCE_LENGTH = 128
 """Of the bundled config with the shortest sequences."""
+_FIXES = {
+    NO_FIELD: "name the field that holds the text with --text-field",
+    NO_JSON: "correct the lines that are not JSON",
+    "UTF-8": "convert it to UTF-8",
+    "zero byte": "convert it to UTF-8",
+}
+"""By what the reasons of bad lines say."""
 Report = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) of the input files, as stored on disk."""
 
@@ -166,7 +173,9 @@ class _Run:
                 self._tell(batch)
                 if batch.end:
                     break
-        _refuse_if_no_text(unit, progress)
+            if 2 * progress.bad_lines > progress.lines > 0:
+                self._workspace.drop(unit)  # it may well be left out next time
+                raise _no_text(unit, progress)
         self._workspace.save(unit, replace(progress, shards=writer.finished, done=True))
 
     def _tell(self, batch: _Batch) -> None:
@@ -201,17 +210,15 @@ def _bad_line(example: str) -> DataError:
     return DataError(f"bad line {example}", fix="correct or remove it, or run without --strict to skip bad lines")
 
 
-def _refuse_if_no_text(unit: Unit, progress: UnitProgress) -> None:
+def _no_text(unit: Unit, progress: UnitProgress) -> DataError:
     """A few bad lines are left out; where most are, the file is something else than it was taken for."""
-    if 2 * progress.bad_lines > progress.lines > 0:
-        is_of_fields = NO_FIELD in progress.examples[0]
-        raise DataError(
-            f"{unit.path} is not valid text: {progress.bad_lines:,} bad of {progress.lines:,} in all, "
-            f"such as {progress.examples[0]}",
-            fix="name the field that holds the text with --text-field, or leave the file out"
-            if is_of_fields
-            else "leave the file out, or convert it to UTF-8",
-        )
+    found = (fix for reason, fix in _FIXES.items() if any(reason in example for example in progress.examples))
+    fixes = list(dict.fromkeys(found))
+    return DataError(
+        f"{unit.path} has text in less than half of its lines: {progress.bad_lines:,} of {progress.lines:,} are bad, "
+        f"such as {progress.examples[0]}",
+        fix=f"{', '.join(fixes or ['correct these lines'])}, or leave the file out",
+    )
 
 
 def _refuse_if_short(manifest: Manifest, sequence_length: int) -> None:

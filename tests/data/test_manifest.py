@@ -56,10 +56,18 @@ def test_a_shard_of_another_corpus_is_refused(folder: Path) -> None:
         Dataset.open(folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 1}', '{"format_version": 1, "inputs": [{}]}'])
-def test_a_damaged_manifest_is_refused(folder: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{\n a", "is damaged: it is not valid JSON at line 2, character 2"),
+        ("[]", "is damaged: it is not what spes-p2p tokenize writes"),
+        ('{"format_version": 1}', "is damaged: it has no 'inputs'"),
+        ('{"format_version": 1, "inputs": [{}]}', "is damaged: it is not what spes-p2p tokenize writes"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(folder: Path, content: str, words: str) -> None:
     (folder / "manifest.json").write_text(content)
-    with pytest.raises(DataError, match="is damaged"):
+    with pytest.raises(DataError, match=words):
         Dataset.open(folder)
 
 

@@ -111,6 +111,7 @@ def test_bad_lines_are_counted_named_and_left_out(tmp_path: Path) -> None:
     assert [example.split(": ", 1)[0] for example in result.examples] == [f"{path}:{line}" for line in range(2, 9)]
     reasons = [example.split(": ", 1)[1] for example in result.examples]
     assert reasons[:3] == ["'text' is not a text but int", "no field 'text'", "a list instead of a JSON object"]
+    assert reasons[3] == "invalid JSON at character 2"
     with pytest.raises(DataError, match=r"a.jsonl:2: 'text' is not a text but int"):
         tokenize([str(path)], tmp_path / "strict", replace(ALONE, strict=True))
     with pytest.raises(DataError, match=r"a.jsonl:2"):  # finished before, without --strict
@@ -252,11 +253,15 @@ def test_a_missing_library_comes_with_the_command_that_installs_it(
 def test_nothing_to_read_is_said_clearly(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file matches"):
         tokenize([str(tmp_path / "*.jsonl")], tmp_path / "out", ALONE)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=f"the folder {tmp_path}/empty has no file of a known kind") as caught:
+        tokenize([str(tmp_path / "empty")], tmp_path / "out", ALONE)
+    assert "known kinds of files are .jsonl" in caught.value.fix
     (tmp_path / "a.csv").touch()
     with pytest.raises(DataError, match=r"a.csv has none of the suffixes .jsonl"):
         tokenize([str(tmp_path / "a.csv")], tmp_path / "out", ALONE)
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(DataError, match=r"1 bad of 1 in all, such as .*a.jsonl:1: no field 'text'"):
+    with pytest.raises(DataError, match=r"1 of 1 are bad, such as .*a.jsonl:1: no field 'text'"):
         tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", ALONE)
 
 
@@ -283,11 +288,11 @@ def test_files_of_no_known_kind_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.txt", np.random.default_rng(0).bytes(5000), "bad of .* in all, such as .*a.txt:1: "),
-        ("a.txt", "two\nlines in UTF-16\n".encode("utf-16"), "3 bad of 3 in all, such as .*zero byte"),
-        ("a.txt", b"text\n" * 40 + b"\xff\n" * 41, "41 bad of 81 in all, such as .*a.txt:41: invalid UTF-8"),
-        ("a.jsonl", np.random.default_rng(0).bytes(5000), "bad of .* in all, such as .*a.jsonl:"),
-        ("a.jsonl", lines("x" * 500) + b"{}\n" * 2, "2 bad of 3 in all, such as .*a.jsonl:2: no field 'text'"),
+        ("a.txt", np.random.default_rng(0).bytes(5000), "of .* are bad, such as .*a.txt:1: "),
+        ("a.txt", "two\nlines in UTF-16\n".encode("utf-16"), "3 of 3 are bad, such as .*zero byte"),
+        ("a.txt", b"text\n" * 40 + b"\xff\n" * 41, "41 of 81 are bad, such as .*a.txt:41: invalid UTF-8"),
+        ("a.jsonl", np.random.default_rng(0).bytes(5000), "of .* are bad, such as .*a.jsonl:"),
+        ("a.jsonl", lines("x" * 500) + b"{}\n" * 2, "2 of 3 are bad, such as .*a.jsonl:2: no field 'text'"),
     ],
     ids=["bytes", "UTF-16", "half", "no JSON", "other fields"],
 )
@@ -298,7 +303,27 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path, name: str, data: byt
         with pytest.raises(DataError, match=words) as caught:
             tokenize([str(tmp_path / "*.*")], tmp_path / "out", TokenizeOptions(processes=1))
         assert "leave the file out" in caught.value.fix
-        assert not (tmp_path / "out" / "manifest.json").exists()
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".progress"]
+
+
+def test_the_fix_of_a_file_that_is_not_text_names_all_that_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_bytes(lines("x" * 500) + b'{"body": ""}\n{"a": b}\n')
+    with pytest.raises(DataError) as caught:
+        tokenize([str(tmp_path / "few.jsonl")], tmp_path / "out", ALONE)
+    assert caught.value.fix == (
+        "name the field that holds the text with --text-field, correct the lines that are not JSON, "
+        "or leave the file out"
+    )
+
+
+def test_what_was_made_of_a_refused_file_goes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*["x" * 90] * 9) + b"{}\n" * 20)
+    (tmp_path / "b.txt").write_text("good text\n" * 50)
+    with pytest.raises(DataError, match=r"a.jsonl has text in less than half of its lines: 20 of 29 are bad"):
+        tokenize([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")], tmp_path / "out", SMALL)
+    assert not list((tmp_path / "out").glob("a*"))
+    tokenize([str(tmp_path / "b.txt")], tmp_path / "out", replace(SMALL, sequence_length=1))
+    assert len(documents(tmp_path / "out")) == 1
 
 
 def test_a_few_bad_lines_are_no_reason_to_refuse_a_file(tmp_path: Path) -> None:
