@@ -26,6 +26,9 @@ traceback. Any other exception is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SpesError(Exception):
     """Base of all known errors. `str(error)` names the value and what is wrong with it; `fix` says how to fix it."""
@@ -113,6 +116,15 @@ class LocalProtocolError(SpesError):
 
 class Stopped(Exception):
     """Somebody asked the program to end before its work was done; nothing is wrong."""
+
+
+@contextmanager
+def for_good() -> Iterator[None]:
+    """Around what looks at a person's words alone: they stay wrong, so that a ConfigError is a PermanentError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise PermanentError(str(error), fix=error.fix) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -23,12 +23,14 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def use_cores(most: int) -> None:
-    """From now on this thread, and all threads and processes that come of it, run on that many cores at most.
+def use_cores(most: int) -> int:
+    """From now on this thread, and all threads and processes that come of it, run on that many cores at most; how many.
 
     To be called before there are others, and before PyTorch is loaded, which takes as many threads as there are cores.
     """
     if sys.platform.startswith("linux"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-most:])
-    else:
-        os.environ["OMP_NUM_THREADS"] = str(most)
+        cores = sorted(os.sched_getaffinity(0))[-most:]
+        os.sched_setaffinity(0, cores)
+        return len(cores)
+    os.environ["OMP_NUM_THREADS"] = str(most)
+    return min(most, os.cpu_count() or most)

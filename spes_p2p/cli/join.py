@@ -126,7 +126,8 @@ def join(
 
     Example: spes-p2p join spes1... --output peer
     """
-    from spes_p2p.config.fingerprint import split_overrides
+    from spes_p2p.config.fingerprint import check_peer_overrides
+    from spes_p2p.errors import for_good
     from spes_p2p.files import make_folder
     from spes_p2p.limits import use_cores
     from spes_p2p.peer.contacts import first_addresses
@@ -144,45 +145,46 @@ def join(
     from spes_p2p.peer.pausing import Schedule
     from spes_p2p.sync.histories import checked_prefix
 
-    invites, overrides = split_words(words or ())
-    found = meeting(invites, initial_peers or (), run_id, fingerprint)
-    network = NetworkOptions(
-        found.addresses,
-        listening(host_maddrs, port),
-        tuple(announce_maddrs or ()),
-        identity_path,
-        client_mode,
-        parse_limit(max_upload, "--max-upload"),
-        parse_limit(max_download, "--max-download"),
-    )
-    options = PeerOptions(
-        network=network,
-        folder=output,
-        data=data,
-        run_id=found.run_id,
-        fingerprint=found.fingerprint,
-        owned_experts=None if owned_experts is None else parse_columns(owned_experts),
-        max_experts=max_experts,
-        device=device,
-        local_ranks=local_ranks,
-        until_round=until_round,
-        dump_rounds=dump_rounds,
-        overrides=overrides,
-        config_path=config,
-        max_data_disk=parse_data_disk(max_data_disk),
-        organiser=found.organiser,
-        token=found.token,
-        schedule=None if schedule is None else Schedule.parse(schedule),
-        pause_on_battery=pause_on_battery,
-        metrics_port=metrics_port,
-        metrics_host=metrics_host,
-        web_data=web_data,
-        follow="" if follow is None else checked_prefix(follow, "--follow"),
-    )
-    split_overrides(overrides)
-    if config is not None:
-        config_path(config)
-    first_addresses(options)
+    with for_good():
+        invites, overrides = split_words(words or ())
+        found = meeting(invites, initial_peers or (), run_id, fingerprint)
+        network = NetworkOptions(
+            found.addresses,
+            listening(host_maddrs, port),
+            tuple(announce_maddrs or ()),
+            identity_path,
+            client_mode,
+            parse_limit(max_upload, "--max-upload"),
+            parse_limit(max_download, "--max-download"),
+        )
+        options = PeerOptions(
+            network=network,
+            folder=output,
+            data=data,
+            run_id=found.run_id,
+            fingerprint=found.fingerprint,
+            owned_experts=None if owned_experts is None else parse_columns(owned_experts),
+            max_experts=max_experts,
+            device=device,
+            local_ranks=local_ranks,
+            until_round=until_round,
+            dump_rounds=dump_rounds,
+            overrides=overrides,
+            config_path=config,
+            max_data_disk=parse_data_disk(max_data_disk),
+            organiser=found.organiser,
+            token=found.token,
+            schedule=None if schedule is None else Schedule.parse(schedule),
+            pause_on_battery=pause_on_battery,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            web_data=web_data,
+            follow="" if follow is None else checked_prefix(follow, "--follow"),
+        )
+        check_peer_overrides(overrides)
+        if config is not None:
+            config_path(config)
+        first_addresses(options)
     # what keeps a peer from starting here, as far as it can be known before PyTorch is loaded; it is checked again
     from spes_p2p.swarm.hivemind_backend.daemon import check_ports  # loads a part of hivemind
     from spes_p2p.swarm.hivemind_backend.identity import check_free
@@ -191,8 +193,7 @@ def join(
     check_free(identity_path or output / "identity.key")
     if not client_mode:
         check_ports(network.host_maddrs)
-    if cores is not None:
-        use_cores(cores)
+    used = None if cores is None else use_cores(cores)
     if nice:
         # before there are threads and children, which have it then too
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
@@ -201,6 +202,8 @@ def join(
     # before torch is loaded: threads that spin while they wait cost a CPU that others use, too, most of its speed
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with Watching(log_format) as watching:
+        if cores is not None and used is not None and used < cores:
+            watching.say(f"--cores {cores}: there {'is' if used == 1 else 'are'} only {used} here")
         watching.say("loading PyTorch")  # seconds; what is wrong with the flags was said before
         from spes_p2p.peer.run import run_peer
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spes_p2p.config.load import changed, parse_override
+from spes_p2p.config.load import changed, check_alone, parse_override
 from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.config.sections import is_local
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import PermanentError, for_good
 from spes_p2p.ids import Hash, sha256
 
 _DOMAIN = b"spes-p2p config 1\n"
@@ -49,18 +49,25 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return parts
 
 
+def check_peer_overrides(overrides: Sequence[str]) -> None:
+    """What can be said of a peer's own choices before the run is known. Raises PermanentError."""
+    with for_good():
+        check_alone(split_overrides(overrides)[1])
+
+
 def apply_peer_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """The run's config with a peer's own choices on top. Raises ConfigError for a field that is agreed."""
+    """The run's config with a peer's own choices on top. Raises PermanentError, also for a field that is agreed."""
     refused, _ = split_overrides(overrides)
     if refused:
         key, value = parse_override(refused[0])
         section, name = key.split(".")
-        raise ConfigError(
+        raise PermanentError(
             f"{key}={value} cannot be set for one peer: all peers of run {config.run.run_id} use "
             f"{getattr(getattr(config, section), name)}",
             fix=f"leave it out, or start a run of your own; a peer may choose: {', '.join(local_keys())}",
         )
-    return changed(config, overrides)
+    with for_good():
+        return changed(config, overrides)
 
 
 def _agreed_values(config: Config) -> dict[str, Any]:

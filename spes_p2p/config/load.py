@@ -66,7 +66,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(_tuples(dict(tree)))
     except ValidationError as error:
-        raise _explained(error, tree) from error
+        raise _explained(error.errors(), tree) from error
 
 
 def changed(config: Config, overrides: Sequence[str]) -> Config:
@@ -75,6 +75,19 @@ def changed(config: Config, overrides: Sequence[str]) -> Config:
     for override in overrides:
         _set(tree, *parse_override(override))
     return config_from_tree(tree)
+
+
+def check_alone(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a dotted override whose value is wrong in every config."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _set(tree, *parse_override(override))
+    try:
+        Config.model_validate(_tuples(tree))
+    except ValidationError as error:
+        wrong = [details for details in error.errors() if details["type"] != "missing" or len(details["loc"]) > 2]
+        if wrong:
+            raise _explained(wrong, tree) from error
 
 
 def config_to_yaml(config: Config) -> str:
@@ -192,10 +205,10 @@ def _unknown(key: str) -> ConfigError:
     return ConfigError(f"unknown key {key}", fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
 
 
-def _explained(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
+def _explained(found: Sequence[Any], tree: Mapping[str, Any]) -> ConfigError:
     """One sentence for each wrong key, unknown ones first."""
     by_key: dict[str, list[Any]] = {}
-    for details in sorted(error.errors(), key=lambda details: details["type"] != "extra_forbidden"):
+    for details in sorted(found, key=lambda details: details["type"] != "extra_forbidden"):
         by_key.setdefault(".".join(map(str, details["loc"][:2])), []).append(details)
     mistakes: list[ConfigError] = []
     for key, errors in by_key.items():

@@ -25,7 +25,7 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences, count_sequences
 from spes_p2p.data.order import MixedOrder, Order
 from spes_p2p.data.pieces import Catalogue, hashes_of_parts
-from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataNotReady, LocalProtocolError
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataNotReady, LocalProtocolError, PermanentError
 from spes_p2p.ids import PeerId, short
 
 AnyDataset = Dataset | PieceDataset
@@ -54,7 +54,7 @@ class Batch:
 def open_dataset(config: Config) -> Dataset:
     """The dataset at `data.path`. Raises DataError where it is damaged or its ids are not those of the config."""
     if not config.data.path:
-        raise ConfigError("data.path is empty", fix="give the folder of the token shards: --data DIR")
+        raise PermanentError("data.path is empty", fix="give the folder of the token shards: --data DIR")
     dataset = Dataset.open(config.data.path, config.data.raw_dtype, config.model.vocab_size)
     check_vocabulary(dataset, config)
     return dataset

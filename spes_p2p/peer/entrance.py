@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
+from spes_p2p.config.fingerprint import apply_peer_overrides, check_peer_overrides, differences
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
@@ -71,7 +71,7 @@ async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNet
 
     What of the options can be checked before anybody is asked is checked first. Raises ConfigError, NetworkError.
     """
-    split_overrides(options.overrides)
+    check_peer_overrides(options.overrides)
     addresses = first_addresses(options)
     network = await open_network(replace(options.network, known_peers=addresses), options.folder / "identity.key")
     if said := reach_text(network):

@@ -56,7 +56,7 @@ def test_an_initial_peer_that_is_no_use(tmp_path: Path, address: str, words: tup
 
 def test_each_of_several_initial_peers_has_its_reason(tmp_path: Path, listener: int) -> None:
     silent = f"/ip4/127.0.0.1/tcp/{listener}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
-    refused(spes_p2p("join", "--initial-peers", NOBODY, silent), f"{silent} is an address without a flag")
+    refused(spes_p2p("join", "--initial-peers", NOBODY, silent), f"{silent} is an address without a flag", code=3)
     answer = spes_p2p("join", "--initial-peers", NOBODY, "--initial-peers", silent, "-o", str(tmp_path))
     refused(
         answer,
@@ -90,6 +90,7 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
     ("arguments", "words"),
     [
         (("model.num_experts=4",), ("model.num_experts=4 cannot be set for one peer", "use 8", "output.")),
+        (("output.tensorboard=maybe",), ("output.tensorboard is 'maybe'", "set output.tensorboard to true or false")),
         (("output.tensorbord=true",), ("unknown key output.tensorbord", "did you mean output.tensorboard?")),
         (("--owned-experts", "3,99"), ("--owned-experts names column 99, but the run has 8 (0 to 7)",)),
         (("--owned-experts", "3-5", "--max-experts", "2"), ("names 3 columns, but --max-experts is 2", "claim fewer")),
@@ -97,19 +98,21 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
         (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
         (("data.source=local",), ("data.path is empty", "--data DIR")),
         (("--config", "tinny"), ("no bundled config named tinny", "did you mean tiny")),
-        (("--host-maddrs", "rubbish"), ("rubbish", "--host-maddrs")),
+        (("--host-maddrs", "rubbish"), ("--host-maddrs rubbish is not a multiaddress", "/ip4/0.0.0.0/tcp/PORT")),
         (("--port", "4001"), ("--port 4001 and --host-maddrs /ip4/", "both say where to listen", "give --port, or")),
     ],
 )
 def test_flags_that_cannot_be(
     tmp_path: Path, organiser: Organiser, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    refused(organiser.join(tmp_path, *arguments), *words, code=3 if "names" in words[0] else 1)
+    refused(organiser.join(tmp_path, *arguments), *words, code=1 if "nowhere" in arguments else 3)
 
 
 def test_no_cuda(tmp_path: Path, organiser: Organiser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(organiser.join(tmp_path, "--device", "cuda"), "--device cuda: torch sees no GPU here", "--device cpu")
+    answer = organiser.join(tmp_path, "--device", "cuda", "--cores", "999")
+    refused(answer, "--device cuda: torch sees no GPU here", "--device cpu")
+    assert re.search(r"--cores 999: there (is|are) only \d+ here", answer.output + answer.errors)
 
 
 def test_ranks_that_do_not_divide_the_batch(tmp_path: Path, organiser: Organiser) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.config.fingerprint import (
     apply_peer_overrides,
+    check_peer_overrides,
     differences,
     fingerprint,
     local_keys,
@@ -18,7 +19,7 @@ from spes_p2p.config.fingerprint import (
 from spes_p2p.config.load import bundled_config, config_from_text, config_from_tree, load_config, published_yaml
 from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.config.sections import is_local
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import PermanentError
 
 TINY = load_config(bundled_config("tiny"))
 TREE = TINY.model_dump()
@@ -94,11 +95,18 @@ def test_peer_may_choose_local_fields_only() -> None:
     chosen = apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=2", "output.log_every_steps=7"])
     assert chosen.optimizer.micro_batch_sequences == 2
     assert fingerprint(chosen) == fingerprint(TINY)
-    with pytest.raises(ConfigError, match=r"model\.top_k=1 cannot be set for one peer.* use 2") as error:
+    with pytest.raises(PermanentError, match=r"model\.top_k=1 cannot be set for one peer.* use 2") as error:
         apply_peer_overrides(TINY, ["output.log_every_steps=7", "model.top_k=1"])
     assert "optimizer.micro_batch_sequences" in error.value.fix
-    with pytest.raises(ConfigError, match="not divisible"):
+    with pytest.raises(PermanentError, match="not divisible"):
         apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=3"])
+
+
+def test_what_no_run_would_take_is_refused_before_a_run_is_known() -> None:
+    check_peer_overrides(["data.urls=https://a/b", "optimizer.micro_batch_sequences=3", "model.top_k=two"])
+    for override in ("output.tensorboard=maybe", "optimizer.micro_batch_sequences=0", "output.tensorbord=true"):
+        with pytest.raises(PermanentError, match=override.partition("=")[0]):
+            check_peer_overrides([override])
 
 
 @given(st.lists(st.sampled_from([key for key, _ in fields_of_tree()])))

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from spes_p2p.errors import NetworkError
+from spes_p2p.errors import NetworkError, PermanentError
 from spes_p2p.swarm.hivemind_backend.daemon import check_ports
 
 
@@ -23,4 +23,9 @@ def test_a_port_in_use_is_refused_even_where_it_may_be_shared() -> None:
 
 
 def test_what_is_no_plain_tcp_address_is_left_to_the_daemon() -> None:
-    check_ports(["/ip4/0.0.0.0/udp/1/quic", "rubbish", "/dns4/localhost/tcp/1"])
+    check_ports(["/ip4/0.0.0.0/udp/1/quic", "/dns4/localhost/tcp/1"])
+
+
+def test_what_is_no_address_is_refused_for_good() -> None:
+    with pytest.raises(PermanentError, match="--host-maddrs rubbish is not a multiaddress"):
+        check_ports(["rubbish"])

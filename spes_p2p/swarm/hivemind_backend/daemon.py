@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
-from spes_p2p.errors import ConfigError, DaemonEnded, NetworkError
+from spes_p2p.errors import ConfigError, DaemonEnded, NetworkError, PermanentError
 from spes_p2p.locks import Scratch
-from spes_p2p.swarm.hivemind_backend.dial import parse_address
+from spes_p2p.swarm.hivemind_backend.dial import Address, parse_address
 
 NO_LOOKUP = "none"
 """A `dht_mode` of ours: the daemon dials the addresses that it is given, and never those that others tell of a peer."""
@@ -189,12 +189,17 @@ class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):
 
 
 def check_ports(host_maddrs: Iterable[str]) -> None:
-    """Raises NetworkError where something listens at one of these addresses already.
+    """Raises NetworkError where something listens at one of these addresses already, PermanentError if one is none.
 
     libp2p shares a port with other libp2p processes (SO_REUSEPORT), and each of them gets some of the connections.
     """
     for maddr in host_maddrs:
-        place = _place(maddr)
+        try:
+            place = _place(parse_address(maddr))
+        except ValueError as error:
+            raise PermanentError(
+                f"--host-maddrs {maddr} is {error}", fix="write it as /ip4/0.0.0.0/tcp/PORT, or give --port"
+            ) from error
         if place is None or place[1] == 0:
             continue
         try:
@@ -206,10 +211,9 @@ def check_ports(host_maddrs: Iterable[str]) -> None:
                 raise _taken(f"port {place[1]}") from error
 
 
-def _place(maddr: str) -> tuple[str, int] | None:
-    """(IP address, port) of a TCP address; None for others and for what is no address, which the daemon judges."""
+def _place(address: Address) -> tuple[str, int] | None:
+    """(IP address, port) of a TCP address; None for others, which the daemon judges."""
     try:
-        address = parse_address(maddr)
         ipaddress.ip_address(address.host)
     except ValueError:
         return None
