@@ -35,12 +35,17 @@ if [ ! -x .venv/bin/python ]; then
 fi
 pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@" </dev/null; }
 
+installed() { .venv/bin/python -c 'import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))' "$1" 2>/dev/null || true; }
+
 torch="$(grep '^torch==' scripts/constraints.txt)"
-say "installing $torch"
-if [ ! -e /dev/nvidia0 ] && [ -z "${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-}" ]; then
-    say "without an NVIDIA GPU? the build for CPUs is gigabytes smaller: docs/questions.md#i-have-no-gpu-can-i-help"
+if [ "$(installed torch | cut -d + -f 1)" != "${torch#torch==}" ]; then  # 2.13.0+cpu is as good
+    say "installing $torch"
+    if [ ! -e /dev/nvidia0 ] && [ -z "${PIP_EXTRA_INDEX_URL:-}${PIP_FIND_LINKS:-}" ]; then
+        say "without an NVIDIA GPU? the build for CPUs is gigabytes smaller: docs/questions.md#i-have-no-gpu-can-i-help"
+    fi
+    pip install "$torch"
 fi
-pip install "$torch"
-say "installing spes-p2p${extras:+[$extras]} (a few minutes the first time)"
+first="$([ -n "$(installed spes-p2p)" ] || echo ' (a few minutes the first time)')"
+say "installing spes-p2p${extras:+[$extras]}$first"
 pip install --constraint scripts/constraints.txt --editable ".${extras:+[$extras]}"
 printf '%s\n' "$wanted" >>"$stamp"
