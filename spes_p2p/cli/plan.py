@@ -193,12 +193,13 @@ def _memory_table(found: Answer) -> Table:
 
     memory, config = found.memory, found.question.config
     micro = min(config.optimizer.micro_batch_sequences, config.optimizer.batch_sequences // found.question.ranks)
-    table = _table(f"memory of a GPU, {micro} x {config.data.sequence_length:,} tokens at once", "part", "size", "what")
+    title = f"memory of a GPU when it needs most, {micro} x {config.data.sequence_length:,} tokens at once"
+    table = _table(title, "part", "size", "what")
     what = {
         "shared parameters": "fp32, and copies for matrix products",
         "bank": f"all {config.model.num_experts} experts of each layer, read-only",
         "masters": "fp32 beyond the bank, of owned experts",
-        "gradients": "of trained parameters",
+        "gradients": "those that exist at that moment",
         "optimizer": "moments of trained parameters",
         "guests": "what is trained in others' experts, with moments",
         "activations": "of the forward pass, and temporaries",

@@ -95,14 +95,17 @@ def config_to_yaml(config: Config) -> str:
     return _dump(config.model_dump(mode="json"))
 
 
-def published_yaml(config: Config) -> str:
-    """The config as an organiser publishes it: without what concerns only the organiser's own machine."""
+def published_yaml(config: Config, for_people: bool = False) -> str:
+    """The config as an organiser publishes it: without what concerns only the organiser's own machine.
+
+    `for_people`: a line for each key; else the text that a run's fingerprint covers.
+    """
     tree = config.model_dump(mode="json")
     for key, field in fields_of_tree():
         if is_private(field):
             section, name = key.split(".")
             del tree[section][name]
-    return _dump({name: section for name, section in tree.items() if section})
+    return _dump({name: section for name, section in tree.items() if section}, is_flow=False if for_people else None)
 
 
 def bundled_config(name: str) -> Path:
@@ -189,8 +192,9 @@ def _read(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def _dump(tree: dict[str, Any]) -> str:
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, allow_unicode=True)
+def _dump(tree: dict[str, Any], is_flow: bool | None = None) -> str:
+    """`is_flow` None: what holds no lists or sections stands on one line."""
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=is_flow, allow_unicode=True)
 
 
 def _unknown(key: str) -> ConfigError:

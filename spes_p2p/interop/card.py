@@ -114,7 +114,7 @@ def model_card(facts: Facts, family: str, dtype: str) -> str:
         "## The run's configuration",
         "",
         "```yaml",
-        published_yaml(config).rstrip("\n"),
+        published_yaml(config, for_people=True).rstrip("\n"),
         "```",
         "",
     ]

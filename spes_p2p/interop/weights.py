@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any, Literal
 
 import torch
@@ -93,7 +94,10 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with storing(path, size):
+            path.touch()
+            mode = path.stat().st_mode  # as the umask has it: the library makes a file for its owner alone
             save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(S_IMODE(mode))
     except SafetensorError as error:  # how the library passes on what the disk says
         with storing(path, size):
             raise _as_os_error(error) from error

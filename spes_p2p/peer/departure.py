@@ -185,7 +185,7 @@ class Farewell:
             write_whole(self._folder / RECEIPT_FILE, data)
         except (SpesError, TimeoutError, OSError):
             return (
-                "for proof of your work type, while the organiser's machine is up: "
+                "for a receipt for your work, type this while the organiser's machine is up: "
                 f"spes-p2p receipt --output {self._folder}"
             )
         return f"the receipt for your work is {self._folder / RECEIPT_FILE}"

@@ -51,6 +51,12 @@ def test_without_gpu_and_link_it_says_what_to_give() -> None:
         assert flag in text
 
 
+def test_the_table_says_that_it_shows_one_moment() -> None:
+    text = " ".join(plan("--config", "tiny").split())
+    assert "memory of a GPU when it needs most, 8 x 128 tokens at once" in text
+    assert "gradients 0 MiB those that exist at that moment" in text
+
+
 def test_json_has_bytes_and_the_sentence() -> None:
     told = json.loads(plan("--config", "spes-7b", "--gpu-memory", "24GiB", "--peers", "4", "--json"))
     assert told["parameters"]["total"] == 7_333_287_936

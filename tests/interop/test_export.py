@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import ConfigError, StorageFull
@@ -94,6 +95,7 @@ def test_files_keep_to_their_size_and_are_all_indexed(tmp_path: Path) -> None:
         assert weights.names == set(index["weight_map"])
         sizes = {name: 4 * int(np.prod(weights.shape(name))) for name in weights.names}
     assert sum(sizes.values()) == index["metadata"]["total_size"]
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
     for file in files:
         held = [sizes[name] for name, where in index["weight_map"].items() if where == file]
         assert sum(held) <= 3000 or len(held) == 1
@@ -146,6 +148,10 @@ def test_the_card_says_what_it_is(tmp_path: Path) -> None:
     for fact in ("# a-run", "Qwen3MoeForCausalLM", "12,345", "ab" * 32, "cd" * 32, "num_experts: 8", "| 7, 140 |"):
         assert fact in card
     assert "path:" not in card  # nothing of the organiser's own machine
+    text = card.split("```yaml\n")[1].split("```")[0]
+    assert text.startswith("run:\n  run_id: ")
+    assert "{" not in text
+    assert published_yaml(config_from_text(text)) == published_yaml(config)
 
 
 def test_curves_count_each_round_once() -> None:
