@@ -254,7 +254,8 @@ else; a bootstrap node [must be reachable](bootstrap-node.md).
 ## What was printed
 
 In the order in which it was typed. Folders and the kernel's version are left out; invitation, peer ids and hashes are
-shortened; of a round only the first steps are shown.
+shortened; of a round only the first steps are shown. The step of a committed round is the mean of the steps that its
+peers made, so it may be one that a peer has passed: [what the lines say](running-a-peer.md#the-lines).
 
 {printed}
 
