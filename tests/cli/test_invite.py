@@ -43,14 +43,17 @@ def test_status_takes_it(word: str) -> None:
 
 def test_join_takes_it_beside_overrides(tmp_path: Path, word: str) -> None:
     more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
-    refused(spes_p2p("join", word, "output.tensorboard=nonsense", *more), "output.tensorboard")
-    refused(spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be set for one peer")
+    refused(spes_p2p("join", word, "output.tensorboard=nonsense", *more), "output.tensorboard", code=3)
+    refused(
+        spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be set for one peer", code=3
+    )
 
 
 @pytest.mark.parametrize("command", ["join", "status", "export", "eval", "invite"])
 def test_a_mistyped_one_is_one_clear_error(tmp_path: Path, word: str, command: str) -> None:
     more = {"join": ("-o", str(tmp_path / "out")), "export": ("-o", str(tmp_path / "out"))}.get(command, ())
-    refused(spes_p2p(command, word[:-1] + ("1" if word[-1] != "1" else "2"), *more), "mistyped or cut short")
+    answer = spes_p2p(command, word[:-1] + ("1" if word[-1] != "1" else "2"), *more)
+    refused(answer, "mistyped or cut short", code=3 if command == "join" else 1)
 
 
 def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
@@ -65,7 +68,7 @@ def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
 
 
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
-    refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1")
+    refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1", code=3)
     refused(spes_p2p("status"), "no invitation was given")
     refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "spes-p2p invite --folder peer")
 
