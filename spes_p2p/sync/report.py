@@ -260,7 +260,7 @@ def _report(
 def _peer_lines(peers: Mapping[PeerId, PeerRecord], manifest: Manifest | None, now: float) -> tuple[PeerLine, ...]:
     """Bootstrap nodes first, then by state and name; members without a record are there too."""
     members = {member.peer for member in manifest.members} if manifest else set()
-    lines = [_peer_line(record, _state(record, members, manifest, now), now) for record in peers.values()]
+    lines = [_peer_line(record, _state(record, members, manifest, now), members, now) for record in peers.values()]
     owned = {peer: columns_of(manifest.ownership, peer) for peer in members - set(peers)} if manifest else {}
     lines += [
         PeerLine(peer, "silent", 0, 0, 0, 0.0, columns, "", 0.0, (), heard=False) for peer, columns in owned.items()
@@ -285,16 +285,15 @@ def _is_fresh(record: PeerRecord, now: float) -> bool:
     return record.vitals.phase != LEFT and now - record.written_at_seconds <= FRESH_SECONDS
 
 
-def _peer_line(record: PeerRecord, state: str, now: float) -> PeerLine:
-    has_left = state == "left"
+def _peer_line(record: PeerRecord, state: str, members: Collection[PeerId], now: float) -> PeerLine:
     return PeerLine(
         record.peer,
         state,
         record.round,
         record.step,
         record.tokens,
-        0.0 if has_left else record.tokens_per_second,
-        () if has_left else record.owned,
+        0.0 if state == "left" else record.tokens_per_second,
+        record.owned if record.peer in members else (),
         record.version,
         record.written_at_seconds,
         record.addresses,
