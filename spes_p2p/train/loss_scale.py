@@ -28,6 +28,15 @@ class LossScale:
         self.value, self._good = self.value / 2, 0
         return True
 
+    def give_up(self, before: float) -> None:
+        """After a step that was skipped, since no scale made its gradient finite: it was not the scale's fault.
+
+        `before`: the scale that the step began with. Halved once, as GradScaler would, rather than left at 1, from
+        where it needs ten thousands of steps to come back.
+        """
+        if self.value < before:
+            self.value = before / 2
+
     def note_good(self) -> None:
         """After a step that was made."""
         self._good += 1

@@ -157,6 +157,7 @@ class RankTrainer:
         if not self._rehearsed:
             self._prepare(self.forward, batch)
         started, random = time.perf_counter(), random_state(self.ranks.device)
+        scale = self.loss_scale.value
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps, self.decay)
         factor = owned_balance_factor(self.config, self.step + own_steps)
@@ -165,6 +166,7 @@ class RankTrainer:
             if found is None:
                 self.clear_gradients()
                 restore_random_state(self.ranks.device, random)
+                self.loss_scale.value = scale
                 return None
             losses, norm_value, counts = found
             finite = all(map(math.isfinite, (*losses, norm_value)))
@@ -174,6 +176,8 @@ class RankTrainer:
             restore_random_state(self.ranks.device, random)
         if finite:
             self._update(self.forward, norm_value, lr)
+        else:
+            self.loss_scale.give_up(scale)
         self.gradient_bytes = sum(one.nbytes for one in self._gradients(self.forward))
         self.clear_gradients()
         step, seconds = self.step + self.round_steps, time.perf_counter() - started

@@ -9,6 +9,7 @@ import torch
 
 from spes_p2p.train import loss_scale, step
 from spes_p2p.train.loss_scale import FIRST, LossScale
+from spes_p2p.train.trainer import Trainer
 from tests.train.small import (
     batch_of,
     largest_difference,
@@ -42,12 +43,45 @@ def test_a_gradient_that_is_too_large_is_made_again_with_a_smaller_scale() -> No
     assert [result.loss for result in results[1]] == pytest.approx([result.loss for result in results[0]], rel=1e-5)
 
 
-def test_what_no_scale_can_cure_is_skipped() -> None:
+def with_nan_gradients(trainer: Trainer) -> None:
+    """The loss stays finite, the gradient is not, whatever the scale."""
+    transformer_of(trainer._rank).norm.weight.register_hook(lambda gradient: gradient * math.nan)
+
+
+def test_a_loss_that_no_scale_can_cure_is_skipped() -> None:
     trainer = trainer_of(small_config())
     scale = trainer._rank.loss_scale = LossScale(torch.float16)
     with torch.no_grad():
         transformer_of(trainer._rank).head.weight[0, 0] = math.inf
     assert trainer.train_step(batch_of(0)).skipped
+    assert scale.value == FIRST
+
+
+def test_a_gradient_that_no_scale_can_cure_is_skipped_and_the_scale_halved_once() -> None:
+    trainer = trainer_of(small_config())
+    scale = trainer._rank.loss_scale = LossScale(torch.float16)
+    with_nan_gradients(trainer)
+    for value in (FIRST / 2, FIRST / 4):
+        result = trainer.train_step(batch_of(0))
+        assert result.skipped
+        assert math.isfinite(result.loss)
+        assert scale.value == value
+    scale.value = 1.0
+    assert trainer.train_step(batch_of(0)).skipped
+    assert scale.value == 1.0
+
+
+def test_a_step_that_is_given_up_leaves_the_scale_as_it_was() -> None:
+    trainer, asked = trainer_of(small_config("optimizer.micro_batch_sequences=4")), list[float]()
+    scale = trainer._rank.loss_scale = LossScale(torch.float16)
+    with_nan_gradients(trainer)
+
+    def should_drop(share: float) -> bool:
+        asked.append(scale.value)
+        return len(asked) == 3
+
+    assert trainer.train_step_unless(batch_of(0), should_drop) is None
+    assert asked == [FIRST, FIRST / 2, FIRST / 4]
     assert scale.value == FIRST
 
 
