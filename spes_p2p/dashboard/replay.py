@@ -6,6 +6,7 @@ peers whose file is not given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +96,8 @@ class _Fold:
         self._history.add_event(time, kind, self._name, message)
 
     def _apply_step(self, time: float, event: on.Step) -> None:
-        self._losses.append(event.loss)
+        if math.isfinite(event.loss):  # older versions wrote an event of a step that was skipped, too
+            self._losses.append(event.loss)
         self._trained += event.tokens
         self._round_trained += event.tokens
         if time - self._slot >= SLOT_SECONDS / 2:  # a slot takes one; the last one of a run is not worth a row

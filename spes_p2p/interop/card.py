@@ -7,6 +7,7 @@ that an upload never takes the place of another run's model.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -60,13 +61,17 @@ class Facts:
 
 
 def curve_of(events: Iterable[Event]) -> tuple[CurvePoint, ...]:
-    """One point a round, from the events of one peer in their order. An eval comes after its round."""
+    """One point a round, from the events of one peer in their order. An eval comes after its round.
+
+    Older versions wrote an event of a step that was skipped, too: losses that are not finite are left out.
+    """
     points: list[CurvePoint] = []
     losses: list[float] = []
     tokens = 0
     for event in events:
         if isinstance(event, Step):
-            losses.append(event.loss)
+            if math.isfinite(event.loss):
+                losses.append(event.loss)
         elif isinstance(event, Round):
             tokens += event.tokens - event.lost_tokens
             mean = sum(losses) / len(losses) if losses else None

@@ -23,7 +23,7 @@ from spes_p2p.errors import SpesError, StorageFull
 
 @dataclass(frozen=True)
 class Step:
-    """One inner step of this peer."""
+    """An inner step of this peer that was made, not skipped; one in `output.log_every_steps`."""
 
     event: ClassVar[str] = "step"
     step: int
@@ -31,8 +31,9 @@ class Step:
     loss: float
     """Cross entropy, nats a token, without the auxiliary losses."""
     tokens: int
-    """Tokens of this step, all ranks of this peer together."""
+    """Of all steps since the event before, this one among them, all ranks of this peer together."""
     tokens_per_second: float
+    """Over the same steps."""
     lr: float
     grad_norm: float
     """Before clipping."""

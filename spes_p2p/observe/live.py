@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time as wall_time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -249,7 +250,8 @@ class LiveModel:
         self._view.apply(time, event)
         if isinstance(event, Step):
             self._tokens += event.tokens
-            self._losses.append(event.loss)
+            if math.isfinite(event.loss):
+                self._losses.append(event.loss)
         if isinstance(event, Pause):
             self._paused = event.why if event.paused else ""
         if isinstance(event, Round) and event.own_tokens > 0:

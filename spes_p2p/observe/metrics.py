@@ -7,14 +7,18 @@ from collections.abc import Sequence
 
 
 class Ema:
-    """Exponential moving average whose first value is exact. `weight` is that of a new value."""
+    """Exponential moving average whose first value is exact. `weight` is that of a new value.
+
+    Leaves out values that are not finite, of which it would never recover.
+    """
 
     def __init__(self, weight: float = 0.1) -> None:
         self.weight = weight
         self.value: float | None = None
 
-    def add(self, value: float) -> float:
-        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
+    def add(self, value: float) -> float | None:
+        if math.isfinite(value):
+            self.value = value if self.value is None else self.value + self.weight * (value - self.value)
         return self.value
 
 

@@ -97,6 +97,7 @@ class Departure:
     def _hand_in(self, until: float) -> None:
         if self._machine.stage is Stage.TRAINING:
             self._loop.train_one_step(until)
+            self._loop.step_log.flush()
             self._loop.hand_in()
         self._machine.handle(Leave())
 

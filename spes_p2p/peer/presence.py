@@ -68,7 +68,7 @@ class VitalsKeeper:
             case Step():
                 loss = _bounded(event.loss, MAX_LOSS)
                 self._losses.append(loss)
-                self._vitals = replace(self._vitals, loss=self._loss.add(loss))
+                self._vitals = replace(self._vitals, loss=self._loss.add(loss) or 0.0)
             case Round():
                 self._write_round(time, event)
             case Eval():

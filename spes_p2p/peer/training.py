@@ -15,7 +15,7 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH
-from spes_p2p.observe.events import Event, Note, Step, Warning
+from spes_p2p.observe.events import Event, Note, Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
@@ -31,6 +31,7 @@ from spes_p2p.train.loop import RoundWork, run_inner_steps
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.routing import LoadMeter
 from spes_p2p.train.step import ShouldDrop
+from spes_p2p.train.step_log import StepLog
 from spes_p2p.train.trainer import StepResult
 from spes_p2p.train.values import TrainedValues
 
@@ -159,6 +160,7 @@ class TrainingLoop:
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
         """Whether trained values may be ahead of committed ones: with turns, overlap or a lossy codec."""
         self._values_ahead: ValuesAhead | None = None
+        self.step_log = StepLog(config.output.log_every_steps, emit)
         self._load = LoadMeter()
         self._began = 0.0
         self._seconds = 0.0
@@ -192,6 +194,7 @@ class TrainingLoop:
                 self.take(news)
             elif self.machine.stage is stages.Stage.OUTSIDE:
                 self._explain_waiting()
+        self.step_log.flush()
 
     def _explain_waiting(self) -> None:
         """Tells the user once why this peer, which is not a member yet, is waiting."""
@@ -268,7 +271,7 @@ class TrainingLoop:
                 Warning(f"activations leave memory for only {fit} expert columns: this peer will take on no more")
             )
 
-    def _on_step(self, result: StepResult, own_steps: int) -> None:
+    def _on_step(self, result: StepResult) -> None:
         now, machine = time.monotonic(), self.machine
         machine.handle(stages.StepMade(result.tokens, self.config.optimizer.batch_sequences, result.skipped))
         speed = result.tokens / max(result.seconds, 1e-9)
@@ -276,9 +279,8 @@ class TrainingLoop:
         self._load.add(result)
         progress = self.connection.presence.progress
         progress.step, progress.tokens_per_second = result.step, speed
-        progress.tokens += result.tokens
-        if own_steps % self.config.output.log_every_steps == 0:
-            self.emit(Step(result.step, result.loss, result.tokens, speed, result.lr, result.grad_norm))
+        progress.tokens += 0 if result.skipped else result.tokens
+        self.step_log.add(result)
         if (
             now - self._reported > REPORT_SECONDS and machine.stage is stages.Stage.TRAINING
         ):  # else READY is what counts

@@ -37,7 +37,7 @@ def run_inner_steps(
     loader: LeasedLoader | LocalLoader,
     steps: int,
     should_stop: Callable[[], bool],
-    on_step: Callable[[StepResult, int], None],
+    on_step: Callable[[StepResult], None],
     emit: Callable[[Event], None] | None = None,
     should_drop: ShouldDrop | None = None,
 ) -> RoundWork:
@@ -46,9 +46,8 @@ def run_inner_steps(
     Inside of a step it asks `should_drop` (without one, `should_stop`) between micro-batches. A step that is given up
     did not happen: its sequences are the next that the loader gives.
 
-    `on_step` hears of every step, skipped or not, and the own steps of this round so far (`StepResult.step` is the
-    global step). A step whose loss or gradient is not finite is skipped; `emit` gets a Warning for the first of a row,
-    and for each time that the trainer had to do with less memory.
+    `on_step` hears of every step, skipped or not. A step whose loss or gradient is not finite is skipped; `emit` gets a
+    Warning for the first of a row, and for each time that the trainer had to do with less memory.
     Raises SpesError after ten in a row.
     """
     started = time.perf_counter()
@@ -75,7 +74,7 @@ def run_inner_steps(
         else:
             done += 1
             tokens += result.tokens
-        on_step(result, trainer.round_steps)
+        on_step(result)
     return RoundWork(done, tokens, sequences, time.perf_counter() - started, skipped, waited)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +69,17 @@ def test_peers_of_one_folder_name_are_told_apart(tmp_path: Path) -> None:
     history = History()
     replay([write_run(tmp_path / "a" / "peer"), write_run(tmp_path / "b" / "peer")], history)
     assert sorted(history.peers()) == ["peer 1", "peer 2"]
+
+
+def test_a_loss_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    """Older versions wrote an event of a step that was skipped, too."""
+    with contextlib.closing(JsonLines(tmp_path / "metrics.jsonl")) as sink:
+        for loss in (3.0, math.nan, 2.0):
+            sink.write(NOW, replace(STEP, loss=loss))
+        sink.write(NOW, replace(ROUND, round=1))
+    history = History()
+    replay([tmp_path], history)
+    assert [row["loss"] for row in history.rows("SELECT loss FROM peer_rounds")] == [2.5]
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,7 @@ def test_curves_count_each_round_once() -> None:
         round(1, 100),
         Eval(1, 10, 3.2, 64),
         round(2, 50),
+        step(math.nan),
         step(2.0),
         round(3, 60),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from spes_p2p.observe.live import (
     render_live,
     sparkline,
 )
+from spes_p2p.observe.screen import LiveScreen
 from tests.observe.test_events import ROUND, STEP
 
 SCREENS = Path(__file__).parent / "screens"
@@ -136,6 +138,19 @@ def test_only_the_newest_messages_are_kept() -> None:
         model.write(0.0, Step(number, 1.0, 1, 1.0, 1.0, 1.0))
         model.say(f"message {number}")
     assert [message.split()[-1] for message in model.state().messages] == ["14", "15", "16", "17", "18", "19"]
+
+
+def test_a_step_that_is_not_finite_leaves_the_screen_as_it_was() -> None:
+    model = LiveModel(LiveState("1", "tiny", "me"), lambda step: 10, lambda: FACTS)
+    console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
+    screen = LiveScreen(model, console, {}, None)
+    try:
+        for number, loss in enumerate((3.0, math.nan, math.inf, 2.0)):
+            screen.write(0.0, dataclasses.replace(STEP, step=number, loss=loss))
+            screen._live.refresh()  # as its thread does, which would end by an error
+    finally:
+        screen.close()
+    assert "2.9000 █▁" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

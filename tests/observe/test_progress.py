@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -65,6 +66,11 @@ def test_display_shows_numbers_and_newest_messages() -> None:
 def test_average_starts_exact_and_follows() -> None:
     average = Ema(0.5)
     assert [average.add(value) for value in (4.0, 2.0, 2.0)] == [4.0, 3.0, 2.5]
+
+
+def test_average_leaves_out_what_is_not_finite() -> None:
+    average = Ema(0.5)
+    assert [average.add(value) for value in (math.nan, 4.0, math.inf, 2.0)] == [None, 4.0, 4.0, 3.0]
 
 
 @pytest.mark.parametrize(

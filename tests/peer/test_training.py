@@ -48,6 +48,7 @@ from spes_p2p.train.trainer import Trainer
 from tests.data.piece_makers import hand_over, make_feed
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun
+from tests.train.small import transformer_of
 
 torch.set_num_threads(1)
 STEPS = 3
@@ -98,6 +99,7 @@ class Story:
         self.evaluated: list[int] = []
         self.left = False
         self.steps = 0
+        self.logged: list[Step] = []
         self.round = 0
         driver: Any = SimpleNamespace(core=SimpleNamespace(tip_hash=self.head, tip=self.manifest))
         driver.progressed = lambda work: self._on_ready(work) if work.ready else None
@@ -157,6 +159,7 @@ class Story:
             self.evaluated.append(event.tokens)
         if isinstance(event, Step):
             self.steps += 1
+            self.logged.append(event)
             self.at_step.get(self.steps, lambda: None)()
 
     def _save(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
@@ -275,6 +278,52 @@ def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Sto
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
     assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
     assert story.loads == [(1, STEPS * 4 * 16, 0), (2, STEPS * 4 * 16, 1)]  # before the round can be over
+
+
+def test_steps_are_logged_across_rounds_with_the_tokens_since_the_event_before(tmp_path: Path) -> None:
+    """Also where a round is shorter than the pause between two events; the rest when the peer ends."""
+    story = Story(tmp_path, "output.log_every_steps=4")
+
+    def on_ready(work: Work) -> None:
+        if len(story.ready) == 3:
+            story.gate.stop()
+        story.commit(counted=True)
+
+    story.on_ready = on_ready
+    story.play()
+    assert [event.tokens // (4 * 16) for event in story.logged] == [4, 4, 1]
+    assert sum(event.tokens for event in story.logged) == sum(work.tokens for work in story.ready)
+
+
+def test_a_step_that_a_leaver_makes_is_logged(tmp_path: Path) -> None:
+    story = Story(tmp_path, "output.log_every_steps=4", "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.gate.stop()
+    story.play()
+    assert [work.steps for work in story.ready][:1] == [1]
+    assert story.logged[0].tokens == 4 * 16
+
+
+def test_a_step_that_is_skipped_is_a_warning_and_no_event(story: Story) -> None:
+    train_step, weight = story.trainer.train_step_unless, transformer_of(story.trainer._rank).norm.weight.detach()
+    calls = iter(range(100))
+
+    def poisoned_once(*given: Any) -> Any:
+        good, is_second = weight.clone(), next(calls) == 1
+        if is_second:
+            weight[0] = torch.inf
+        result = train_step(*given)
+        if is_second:
+            weight.copy_(good)
+        return result
+
+    story.trainer.train_step_unless = poisoned_once  # type: ignore[method-assign,assignment]
+    story.at_step[STEPS] = story.gate.stop
+    story.play()
+    assert len(story.logged) == STEPS
+    assert all(np.isfinite((event.loss, event.grad_norm)).all() for event in story.logged)
+    assert sum("was skipped" in text for text in story.said) == 1
+    assert story.connection.presence.progress.tokens == STEPS * 4 * 16
 
 
 def test_the_learning_rate_falls_from_the_manifest_on_that_says_so(story: Story) -> None:

@@ -24,7 +24,7 @@ def never() -> bool:
     return False
 
 
-def ignore(result: StepResult, own_steps: int) -> None:
+def ignore(result: StepResult) -> None:
     pass
 
 
@@ -44,12 +44,10 @@ def test_a_round_of_steps(dataset: Dataset) -> None:
     config = small_config()
     trainer, heard = trainer_of(config, step=40), []
     for _ in range(2):
-        work = run_inner_steps(
-            trainer, local(dataset, config), 3, never, lambda result, own: heard.append((result.step, own))
-        )
+        work = run_inner_steps(trainer, local(dataset, config), 3, never, lambda result: heard.append(result.step))
         assert (work.steps, work.tokens, work.sequences, work.skipped) == (3, 3 * TOKENS_OF_A_STEP, 24, 0)
         assert 0 < work.waited_seconds < work.seconds
-    assert heard == [(41, 1), (42, 2), (43, 3), (44, 4), (45, 5), (46, 6)]
+    assert heard == [41, 42, 43, 44, 45, 46]
 
 
 def test_it_ends_when_the_lease_is_used_up(dataset: Dataset) -> None:
