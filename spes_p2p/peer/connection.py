@@ -210,7 +210,12 @@ class Connection:
         self.wishes.want(self._first_intent(columns_that_fit), may_shrink=options.max_experts is None)
         intent = self.wishes.intent
         announcer = self._announcer = Announcer(self.presence, run.info, self._network, self.gate.failed)
-        ends.push_async_callback(self._say_last, announcer)
+
+        async def say_last() -> None:
+            self.presence.has_left = True
+            await announcer.say_last()
+
+        ends.push_async_callback(say_last)
         ends.push_async_callback(announcer.stop)
         await announcer.start()
         self.data.start(self.known)
@@ -241,10 +246,6 @@ class Connection:
         self._beside.spawn(self.wishes.look_around(run.heartbeat_seconds))
         self._beside.spawn(self._network.keep_alive(lambda text: self.gate.notice(Notice("network", text))))
         return disk.tip
-
-    async def _say_last(self, announcer: Announcer) -> None:
-        self.presence.has_left = True
-        await announcer.say_last()
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
         options, experts_per_peer = self._options, self.config.swarm.experts_per_peer
