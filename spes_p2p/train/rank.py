@@ -352,6 +352,7 @@ def totals_of(
 def held_by(rank: RankTrainer) -> Held:
     """What the tensors of a rank take."""
     trained = [values for _, _, values in rank.trained_tensors()]
+    trained += [values for group in rank.optimizer.guests.values() for values in group.tensors.values()]
     every = (*rank.model.parameters(), *rank.model.buffers(), *trained)
     storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in every}
     size = sum(values.nbytes for values in trained)

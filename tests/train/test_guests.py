@@ -145,6 +145,7 @@ def test_foreign_experts_themselves_are_not_trained(name: str, kept: int) -> Non
     plain.train_step(batch_of(0))
     assert trainer.held.gradients - plain.held.gradients == config.model.num_experts * thin
     assert trainer.held.moments - plain.held.moments == len(FOREIGN) * kept * thin
+    assert trainer.held.trained - plain.held.trained == len(FOREIGN) * thin
     work = Workload.of(config, len(OWNED))
     values = config.model.num_experts * (thin + work.compute_bytes * Sizes.of(config.model).bases)
     assert guest_bytes(work) == values + len(FOREIGN) * kept * thin
