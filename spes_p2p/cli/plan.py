@@ -107,9 +107,11 @@ def _show_tuning(tuning: Tuning) -> None:
         effect = "?" if step.effect is None else str(step.effect)
         table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", effect, step.reason)
     console.print(table)
+    if tuning.note:
+        console.print(f"{tuning.note}\n", markup=False)
     if not tuning.steps:
         why = "training hardly waits for syncs" if tuning.is_enough else "no setting makes the waiting shorter"
-        console.print(f"nothing to change: {why}\n")
+        console.print(f"nothing {'else ' if tuning.note else ''}to change: {why}\n")
         return
     console.print("loss: what it did in comparisons of small models (docs/results.md), ? where nobody knows\n")
     typer.echo(f"{shlex.join(tuning.overrides)}\n")

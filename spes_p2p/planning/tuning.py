@@ -18,10 +18,11 @@ from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.load import changed
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.config.sync import MOST_TILE_VALUES
+from spes_p2p.observe.metrics import amount_text
 from spes_p2p.planning.measured import Effect, effects
 from spes_p2p.planning.memory import Workload
 from spes_p2p.planning.report import Question, usable
-from spes_p2p.planning.search import search
+from spes_p2p.planning.search import Search, search
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import round_tokens, sync_costs
 
@@ -60,6 +61,8 @@ class Tuning:
     before: float
     steps: tuple[Step, ...]
     config: Config
+    note: str
+    """What no setting mends; empty where there is nothing."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -80,7 +83,8 @@ class Tuning:
             }
             for step in self.steps
         ]  # fmt: skip
-        return {"share_before": self.before, "share": self.after, "overrides": self.overrides, "steps": steps}
+        shares = {"share_before": self.before, "share": self.after}
+        return {**shares, "overrides": self.overrides, "steps": steps, "note": self.note}
 
     @property
     def is_enough(self) -> bool:
@@ -115,7 +119,8 @@ def tune(question: Question, fixed: Collection[str] = (), owners: bool = True) -
     if before is None:
         return None
     config, steps = question.config, list[Step]()
-    if owners and (choice := _owners(question, fixed)):
+    choice, note = _owners(question, fixed) if owners else (None, "")
+    if choice is not None:
         config = changed(config, choice.overrides)
         steps.append(choice.step(_share(question, config)))
     for saving in SAVINGS:
@@ -124,7 +129,7 @@ def tune(question: Question, fixed: Collection[str] = (), owners: bool = True) -
             tried = [choice.step(_share(question, changed(config, choice.overrides))) for choice in choices]
             steps.append(next((step for step in tried if step.waiting <= MOST_WAITING), tried[-1]))
             config = changed(config, steps[-1].overrides)
-    return Tuning(before, tuple(steps), config)
+    return Tuning(before, tuple(steps), config, note)
 
 
 def keys_of(overrides: Iterable[str]) -> set[str]:
@@ -138,27 +143,42 @@ def _share(question: Question, config: Config) -> float:
     return found
 
 
-def _owners(question: Question, fixed: Collection[str]) -> Choice | None:
-    """Enough columns on each peer that all have two owners, as far as they fit."""
+def _owners(question: Question, fixed: Collection[str]) -> tuple[Choice | None, str]:
+    """Enough columns on each peer that all have two owners, or one where they do not fit.
+
+    Nothing where they would have none, with a word where memory is why.
+    """
     config, experts = question.config, question.config.model.num_experts
     if "swarm.target_replicas" in fixed or not config.sync.enabled:
-        return None
+        return None, ""
+    least = math.ceil(experts / question.peers)
     most = experts - 1 if config.model.guest_rank and "model.guest_rank" in fixed else experts
     wanted, has = min(most, math.ceil(OWNERS * experts / question.peers)), config.swarm.experts_per_peer
     if "swarm.experts_per_peer" in fixed:
         wanted = has
     elif question.memory_bytes is not None:
         room = usable(question.memory_bytes)
-        while wanted > 1 and search(Workload.of(config, wanted, ranks=question.ranks), room).chosen is None:
+        while (found := search(Workload.of(config, wanted, ranks=question.ranks), room)).chosen is None:
+            if wanted <= least:
+                return None, _too_few_peers(found, experts)
             wanted -= 1
-    replicas = max(1, min(OWNERS, wanted * question.peers // experts))
-    if (wanted, replicas) == (has, config.swarm.target_replicas):
-        return None
+    replicas = min(OWNERS, wanted * question.peers // experts)
+    if wanted < least or (wanted, replicas) == (has, config.swarm.target_replicas):
+        return None, ""
     reason = "each column has two owners: it goes on where one leaves" if replicas > 1 else "what fits into memory"
     columns = (f"swarm.experts_per_peer={wanted}",) if wanted != has else ()
     no_guests = ("model.guest_rank=0",) if config.model.guest_rank and wanted == experts else ()
     overrides = (*columns, f"swarm.target_replicas={replicas}", *no_guests)
-    return Choice(overrides, reason, f"owners-{OWNERS}" if replicas == OWNERS else "")
+    return Choice(overrides, reason, f"owners-{OWNERS}" if replicas == OWNERS else ""), ""
+
+
+def _too_few_peers(found: Search, experts: int) -> str:
+    """What to do where so few columns do not fit that with fewer some of the run's would have no owner."""
+    fitting = 0 if found.nearest is None else found.nearest.owned
+    if not fitting:
+        return f"not even 1 of {amount_text(experts, 'column')} fits; take a larger GPU"
+    columns, peers = amount_text(found.wanted, "column"), amount_text(math.ceil(experts / fitting), "peer")
+    return f"{columns} a peer do not fit, and with fewer some of {experts} have no owner; take at least {peers}"
 
 
 def _fewer_bits(config: Config) -> list[Choice]:

@@ -161,5 +161,12 @@ def test_columns_of_ones_own_number_stay_while_settings_are_chosen() -> None:
     assert "6 of 8 columns with" in text
 
 
+def test_tuning_says_where_columns_would_have_no_owner() -> None:
+    links = ("--uplink", "100Mbit", "--downlink", "500Mbit")
+    text = " ".join(plan("--config", "spes-9b", "--peers", "4", "--gpu", "RTX4090", *links, "--tune").split())
+    assert "some of 8 have no owner; take at least 8 peers nothing else to change" in text
+    assert "swarm.experts_per_peer=" not in text
+
+
 def test_tuning_needs_links_and_speed() -> None:
     assert "--uplink 20Mbit" in refusal("--config", "small", "--tune")

@@ -175,6 +175,39 @@ def test_a_run_that_exchanges_nothing_waits_for_nothing() -> None:
     assert (found.before, found.steps) == (0.0, ())
 
 
+@pytest.mark.parametrize(("name", "columns", "enough"), [("spes-9b", 2, 8), ("spes-7b", 8, 5)])
+def test_columns_that_do_not_fit_ask_for_more_peers_not_for_columns_without_owner(
+    name: str, columns: int, enough: int
+) -> None:
+    asked = question(name, "RTX4090", peers=4)
+    found, fewer, fitting = (tune(replace(asked, peers=peers)) for peers in (4, enough - 1, enough))
+    assert found is not None
+    assert fewer is not None
+    assert fitting is not None
+    experts = asked.config.model.num_experts
+    words = f"{columns} columns a peer do not fit, and with fewer some of {experts} have no owner"
+    assert found.note == found.to_json()["note"] == f"{words}; take at least {enough} peers"
+    assert found.config.swarm == asked.config.swarm
+    assert fewer.note.endswith(f"take at least {enough} peers")
+    assert fitting.note == ""
+    assert fitting.config.swarm.target_replicas == 1
+    assert fitting.config.swarm.experts_per_peer * enough >= experts
+
+
+def test_where_no_column_fits_more_peers_are_of_no_use() -> None:
+    found = tune(replace(question("spes-7b", peers=4), memory_bytes=8 * 2**30))
+    assert found is not None
+    assert found.note == "not even 1 of 32 columns fits; take a larger GPU"
+
+
+def test_too_few_columns_that_were_given_are_left_as_they_are() -> None:
+    asked = question("small", peers=2)
+    config = changed(asked.config, ("swarm.experts_per_peer=1", "swarm.target_replicas=2"))
+    found = tune(replace(asked, config=config, owned=1), {"swarm.experts_per_peer"})
+    assert found is not None
+    assert found.config.swarm == config.swarm
+
+
 def test_nothing_is_changed_that_suits() -> None:
     found = tune(question("spes-1b", link=Link(1000 * MBIT, 1000 * MBIT)))
     assert found is not None
