@@ -26,13 +26,16 @@ def import_model(
     Example: spes-p2p import OLMoE-1B-7B --output model.yaml
     """
     from spes_p2p.files import write_whole
-    from spes_p2p.interop.importing import StartModel
+    from spes_p2p.interop.importing import ROUTER_WARNING, StartModel
 
     folder = model_at(folder)
-    section = StartModel.open(folder).section()
+    start = StartModel.open(folder)
+    section = start.section()
     if output is not None:
         write_whole(output, section.encode())
     typer.echo(section, nl=False)
+    if not start.model.router_learns:
+        typer.echo(f"warning: {ROUTER_WARNING}", err=True)
     typer.echo(
         f"# put this into the run's config, then: spes-p2p bootstrap --config RUN.yaml --init-from {folder}", err=True
     )

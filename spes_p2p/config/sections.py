@@ -177,6 +177,11 @@ class ModelConfig(Section):
             )
         return self
 
+    @property
+    def router_learns(self) -> bool:
+        """Whether the loss reaches the router; what is scaled to one is one whatever the router says."""
+        return not self.norm_topk or self.top_k > 1 or self.num_experts == 1 or bool(self.own_layout)
+
 
 class DataConfig(Section):
     """The tokens."""

@@ -34,6 +34,10 @@ QK_NORMS = {"olmoe": "full", "qwen3_moe": "head", "qwen2_moe": "none"}
 _NOT_COMPARED = frozenset({"vocab_size", "init_std"})
 """What a run decides for itself: which of the rows are tokens, and what new values would be drawn from."""
 _OURS = "our model has no such part; use another checkpoint"
+ROUTER_WARNING = (
+    "model.top_k is 1 with model.norm_topk=true: each token's weight is one whatever the router says, so the router "
+    "never learns from the loss; unless a published model has it so, set model.norm_topk=false or model.top_k=2"
+)
 
 
 def read_config(folder: Path) -> PretrainedConfig:

@@ -63,6 +63,12 @@ class Upcycling:
         """Raises ConfigError naming a value that makes no sense."""
         if not 1 <= self.top_k <= self.experts:
             raise ConfigError(f"--top-k is {self.top_k}", fix=f"give 1 to {self.experts}, or more --experts")
+        if self.top_k == 1 and self.norm_topk and self.experts > 1:
+            raise ConfigError(
+                "--top-k is 1 with --norm-topk: each token's weight is one whatever the router says, so the router "
+                "never learns from the loss",
+                fix="give --top-k 2, or --no-norm-topk",
+            )
         if not 0 <= self.noise_fraction <= 1:
             raise ConfigError(f"--noise-fraction is {self.noise_fraction}", fix="give a number from 0 to 1")
         if not self.noise_std >= 0:

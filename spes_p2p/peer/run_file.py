@@ -21,7 +21,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.files import NODE_FOLDER, in_folder, make_folder
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout, vocabulary_tiles
-from spes_p2p.peer.herald import expected_coverage
+from spes_p2p.peer.herald import expected_coverage, router_warning
 from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
@@ -173,7 +173,8 @@ def _words(run: NewRun, config: Config, node: Path) -> list[str]:
     """What the plan says of the volunteers' machines."""
     question = _question(run, config)
     found = answer(question)
-    words = [expected_coverage(config) or "", found.sentence(), found.eight_bit_words(), too_slow(question)]
+    warnings = [expected_coverage(config) or "", router_warning(config) or ""]
+    words = [*warnings, found.sentence(), found.eight_bit_words(), too_slow(question)]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")

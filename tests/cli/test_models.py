@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.cli.conftest import spes_p2p
+from tests.interop.test_importing import qwen3 as moe
 from tests.interop.test_upcycle import qwen3
 
 
@@ -28,6 +29,16 @@ def test_a_router_of_zeros_is_warned_of(tmp_path: Path) -> None:
     qwen3().save_pretrained(tmp_path / "dense")
     command = ("upcycle", "--dense", str(tmp_path / "dense"), "--output", str(tmp_path / "start"))
     assert "makes every top-k a tie" in spes_p2p(*command, "--router-init", "zeros").errors
+
+
+def test_a_published_model_whose_router_never_learns_is_imported_with_a_warning(tmp_path: Path) -> None:
+    for one, warns in ((1, True), (2, False)):
+        folder = tmp_path / str(one)
+        moe(norm_topk_prob=True, num_experts_per_tok=one).save_pretrained(folder)
+        answer = spes_p2p("import", str(folder))
+        assert answer.exit_code == 0
+        assert ("warning: model.top_k is 1 with model.norm_topk=true" in answer.errors) is warns
+        assert yaml.safe_load(answer.output)["model"]["top_k"] == one
 
 
 @pytest.mark.parametrize(

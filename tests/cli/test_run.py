@@ -204,6 +204,15 @@ def test_init_leaves_out_turns_of_a_vocabulary_that_fills_no_tile(
     )
 
 
+def test_init_warns_of_routers_that_never_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--template", "tiny", "--data", "", "--peers", "4", "--experts-per-peer", "2", "model.norm_topk=true")
+    for chosen, warns in ((1, True), (2, False)):
+        answer = spes_p2p("run", "init", "--name", f"top-{chosen}", *flags, f"model.top_k={chosen}")
+        assert answer.exit_code == 0, answer
+        assert ("warning: model.top_k is 1 with model.norm_topk=true" in answer.output) is warns
+
+
 def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ("--template", "home", "--data", "", "--peers", "8", "--experts-per-peer", "2", "--strangers")

@@ -97,6 +97,11 @@ def test_it_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     assert config_for(start).model == model
 
 
+def test_one_expert_per_token_needs_a_router_that_learns() -> None:
+    Upcycling(top_k=1, norm_topk=False).check()
+    Upcycling(experts=1, top_k=1).check()
+
+
 def test_noise_is_as_strong_and_as_frequent_as_was_asked_for(tmp_path: Path) -> None:
     dense = qwen3(intermediate_size=600, hidden_size=64)
     made(tmp_path, dense, Upcycling(noise_std=0.05, noise_fraction=0.25))
@@ -148,6 +153,7 @@ def test_tokenizer_files_go_along(tmp_path: Path) -> None:
     ("how", "named"),
     [
         (Upcycling(top_k=9), "--top-k is 9"),
+        (Upcycling(top_k=1), "--top-k is 1 with --norm-topk: .* never learns"),
         (Upcycling(noise_fraction=1.5), "--noise-fraction is 1.5"),
         (Upcycling(noise_std=-1.0), "--noise-std is -1.0"),
     ],

@@ -16,6 +16,7 @@ from spes_p2p.peer.herald import (
     how_to_join,
     introduction,
     order_lines,
+    router_warning,
 )
 from spes_p2p.sync.joining import waiting_text
 from spes_p2p.sync.organiser_words import Words, decay
@@ -33,6 +34,20 @@ def test_a_budget_that_does_not_cover_all_columns_is_warned_of_before_the_run() 
     warning = expected_coverage(small_config("swarm.experts_per_peer=1"))
     assert warning is not None
     assert warning.startswith("warning: 3 peers with 1 columns each cover 3 of 4 expert columns")
+
+
+def test_a_router_that_never_learns_is_warned_of_before_the_run() -> None:
+    """No error: some published models have it so."""
+    blind = small_config("model.top_k=1", "model.norm_topk=true")
+    warning = router_warning(blind)
+    assert warning is not None
+    assert warning.startswith("warning: model.top_k is 1 with model.norm_topk=true")
+    assert warning in introduction(blind, RUN.info, None)
+    assert warning not in introduction(blind, RUN.info, GENESIS)
+    alone = ("model.num_experts=1", "swarm.experts_per_peer=1")
+    own = "model.own_layout=" + 64 * "0"
+    for learns in (("model.norm_topk=false",), ("model.top_k=2",), alone, (own,)):
+        assert router_warning(small_config("model.top_k=1", "model.norm_topk=true", *learns)) is None
 
 
 def test_the_beginning_of_a_run_names_what_it_waits_for() -> None:
