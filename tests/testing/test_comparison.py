@@ -100,6 +100,17 @@ def test_rounds_are_not_cut_short() -> None:
     assert steps_of(setting().config_of("rising", 0, Path()), 800) > 800
 
 
+@pytest.mark.parametrize(("batch", "others", "own"), [(9, 36, 32), (1, 4, 8)])
+def test_all_arms_have_the_same_data(batch: int, others: int, own: int) -> None:
+    asked = setting(f"optimizer.batch_sequences={batch}", "optimizer.micro_batch_sequences=1")
+    asked.check([arm for arm in ARMS if not arm.startswith("eight-peers")])
+    said = f"is {batch}, .* other arms has {others} sequences, but of eight-peers {own}, eight-peers-guests {own}$"
+    with pytest.raises(ConfigError, match=said) as found:
+        asked.check(["spes", "eight-peers", "eight-peers-guests"])
+    assert found.value.fix.startswith("make it even")
+    setting().check(list(ARMS))
+
+
 def test_an_unknown_arm_is_named() -> None:
     with pytest.raises(ConfigError, match="--arms has 'dilco', an unknown arm") as found:
         setting().check(["dilco"])

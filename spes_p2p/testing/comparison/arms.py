@@ -202,7 +202,7 @@ class Setting:
     given: tuple[str, ...] = ()
 
     def check(self, arms: Sequence[str]) -> None:
-        """Raises ConfigError for unknown arms, rounds that do not fit, and overrides that would be ignored."""
+        """Raises ConfigError for unknown arms, rounds that do not fit, ignored overrides, and arms with more data."""
         check_arms(arms)
         if rest := self.steps % self.steps_per_round:
             more = self.steps + self.steps_per_round - rest
@@ -213,6 +213,22 @@ class Setting:
             )
         for override in self.given:
             self._check_override(override, arms)
+        self._check_sequences(arms)
+
+    def _check_sequences(self, arms: Sequence[str]) -> None:
+        """Of a step, of all peers together."""
+        batch, odd = self.base.optimizer.batch_sequences, dict[str, int]()
+        for arm in arms:
+            values = {field: value.format(**self.known) for field, value in _set_by(arm).items()}
+            sequences = int(values["swarm.min_peers"]) * int(values.get("optimizer.batch_sequences", batch))
+            if sequences != self.peers * batch:
+                odd[arm] = sequences
+        if odd:
+            raise ConfigError(
+                f"optimizer.batch_sequences is {batch}, so that a step of the other arms has {self.peers * batch} "
+                f"sequences, but of {', '.join(f'{arm} {sequences}' for arm, sequences in odd.items())}",
+                fix="make it even, or leave out those arms with --arms",
+            )
 
     def _check_override(self, override: str, arms: Sequence[str]) -> None:
         key, value = parse_override(override)
