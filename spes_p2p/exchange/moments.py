@@ -71,6 +71,10 @@ class MomentStore:
         if head in self._offer.heads and 0 <= column < self._layout.num_columns:
             self._offer.taken[column] += 1
 
+    def on_offer(self, column: int) -> Moments:
+        """Those of a column on offer. They stay good after it."""
+        return self._offer.columns[column]
+
     def taken(self, column: int) -> int:
         """How many have said so of a column on offer."""
         return self._offer.taken[column]

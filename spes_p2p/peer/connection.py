@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
+from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC, Member, trainers
 from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.data.feed import Feed
 from spes_p2p.errors import NetworkError, RemoteProtocolError, Stopped
@@ -72,13 +72,16 @@ class Connection:
         self._run = found.run
         self.gate = gate
         self.info, self.config, self.layout = found.run.info, found.run.config, found.run.layout
-        self.wishes = Wishes(gate.wish, lambda: has_company(self.others()), lambda: vouches_in(options.folder))
+        self._node = Node(network, MonotonicClock(), say)
+        self.wishes = Wishes(
+            gate.wish, self._node.me, lambda: heirs(self.others(), self.driver.core.tip.members),
+            lambda: vouches_in(options.folder),
+        )  # fmt: skip
         self.data = DataSupply(network, found, options, data_traffic, gate.notice, gate.failed)
         self.presence = Presence(
             self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause,
             lambda: gate.stopping or self.wishes.intent.leaving, options.token,
         )  # fmt: skip
-        self._node = Node(network, MonotonicClock(), say)
         self._beside = Tasks(gate.failed)
         self._ends = contextlib.AsyncExitStack()
         """What is ended by `close`, the newest first."""
@@ -278,9 +281,11 @@ class Connection:
         self._thread.run(self._ends.aclose())
 
 
-def has_company(others: Sequence[Status]) -> bool:
-    """Whether others take part, and stay."""
-    return any(status.intent.joining and not status.intent.leaving for status in others)
+def heirs(others: Iterable[Status], members: Iterable[Member]) -> frozenset[PeerId]:
+    """To whom the next round could give columns: `others` that train, stay, and ask for some."""
+    training = {(member.peer, member.incarnation) for member in trainers(members)}
+    here = (status for status in others if (status.peer, status.incarnation) in training and not status.intent.leaving)
+    return frozenset(status.peer for status in here if status.intent.max_columns > 0)
 
 
 async def unless_stopped(gate: TrainerBridge, work: Coroutine[Any, Any, T]) -> T:

@@ -56,13 +56,16 @@ class HandOver:
         self._trainer = trainer
         self._emit = emit
         self._me = connection.peer_id
+        self._orphans: dict[int, tuple[int, Moments]] = {}
+        """By column that went from this peer to nobody: its newest version then, and its moments."""
         self.step_seconds = 0.0
         """How long an inner step takes of late."""
 
     # ---------------------------------------------------------------- giving
 
     def offer(self, trained_on: Manifest, newest: Manifest) -> None:
-        """Keeps the moments of columns that `newest` gives to others, before they are dropped here."""
+        """Keeps the moments of columns that `newest` gives to others, or to nobody, before they are dropped here."""
+        self._orphans = {at: kept for at, kept in self._orphans.items() if {*newest.ownership[at]} <= {self._me}}
         if manifest_hash(trained_on) != newest.parent:  # nobody would ask for what was trained so long ago
             return
         wanted = [
@@ -70,7 +73,10 @@ class HandOver:
             for column in self._trainer.owned
             if new_owners(trained_on.ownership, newest.ownership, column) - {self._me}
         ]
-        self._offer(newest.parent, wanted, float("inf"))
+        gone = [column for column in self._trainer.owned if not newest.ownership[column]]
+        self._offer(newest.parent, [*wanted, *gone], float("inf"))
+        if (shelf := self._connection.disk.moments) is not None:
+            self._orphans |= {column: (newest.column_rounds[column], shelf.on_offer(column)) for column in gone}
 
     def offer_all(self, trained_on: Manifest) -> None:
         """Keeps all of them: this peer is about to leave, and does not know yet who comes after it."""
@@ -127,7 +133,7 @@ class HandOver:
             column: list(former_owners(parent.ownership, manifest, column, self._me)) if parent is not None else []
             for column in sorted(columns)  # nobody is asked where another history won in this moment
         }
-        taken: set[int] = set()
+        taken = {column for column in waiting if not waiting[column] and self._take_own(manifest, column)}
         until = time.monotonic() + min(max(RAMP_STEPS * self.step_seconds, SHORTEST_WAIT_SECONDS), LONGEST_WAIT_SECONDS)
         while any(waiting.values()) and time.monotonic() < until:
             for column, holders in waiting.items():
@@ -136,6 +142,14 @@ class HandOver:
                     holders.clear()
         fresh = tuple(column for column in waiting if column not in taken)
         self._emit(Columns(manifest.round, tuple(waiting), fresh))
+
+    def _take_own(self, manifest: Manifest, column: int) -> bool:
+        """Goes on with what this peer had itself, where nobody has trained the column since."""
+        version, moments = self._orphans.pop(column, (-1, NO_MOMENTS))
+        is_good = moments.steps > 0 and version == manifest.column_rounds[column]
+        if is_good:
+            self._trainer.take_moments(column, moments)
+        return is_good
 
     def _take_column(self, head: Hash, column: int, holders: list[PeerId], until: float) -> bool:
         """Asks each of `holders` once, and removes from the list those that have no moments or send unusable ones."""

@@ -14,14 +14,18 @@ from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import RUN
 
+PATIENT_LOOKS = 3
+"""Heartbeats in which everybody has heard who pauses."""
+
 
 @dataclass(eq=False)
 class Wishes:
     """`tell` is given each new intent, once `begin` was called. For any thread."""
 
     _tell_others: Callable[[Intent], None]
-    _has_company: Callable[[], bool]
-    """Whether others take part, who could train what this peer does not."""
+    _me: PeerId
+    _heirs: Callable[[], Collection[PeerId]]
+    """The others that a round could give this peer's columns to."""
     _vouches: Callable[[], tuple[PeerId, ...]] = tuple
     """Whom its owner would have vote, as of now."""
 
@@ -32,7 +36,13 @@ class Wishes:
         self.asked_to_pause = False
         self._said = self._vouches()
         self._paused = False
+        self._looks = 0
+        """How often in a row heirs were seen during this pause."""
+
+    @property
+    def gives_columns_up(self) -> bool:
         """Asks for no columns: `asked_to_pause`, unless nobody else could train them."""
+        return self._paused
 
     @property
     def intent(self) -> Intent:
@@ -74,11 +84,17 @@ class Wishes:
             await asyncio.sleep(pause_seconds)
 
     def _settle(self) -> None:
-        paused = self.asked_to_pause and (not self._has_begun or self._has_company())
+        heirs = self._heirs() if self.asked_to_pause and self._has_begun else ()
+        self._looks = self._looks + 1 if heirs else 0
+        paused = self.asked_to_pause and (not self._has_begun or self._may_give_up(heirs))
         vouches = self._vouches()
         if (paused, vouches) != (self._paused, self._said):
             self._paused, self._said = paused, vouches
             self._tell()
+
+    def _may_give_up(self, heirs: Collection[PeerId]) -> bool:
+        """Of those who pause at the same moment one must keep its columns: the lowest id sees first what others do."""
+        return bool(heirs) and (self._paused or min(heirs) < self._me or self._looks > PATIENT_LOOKS)
 
     def _tell(self) -> None:
         if self._has_begun:

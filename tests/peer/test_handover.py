@@ -117,6 +117,51 @@ def test_a_column_whose_owner_is_gone_begins_afresh_and_it_is_said(sides: dict[P
     assert anna.trainer.moments(2).steps == 1
 
 
+def test_who_gets_a_column_back_that_nobody_had_meanwhile_goes_on_with_its_moments(
+    sides: dict[PeerId, Side],
+) -> None:
+    bea = sides[BEA]
+    had = bea.trainer.moments(2)
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1), carl=(3,))
+    third = manifest(second, (ANNA, BEA, CARL), anna=(0, 1), carl=(3,))
+    fourth = manifest(third, (ANNA, BEA, CARL), anna=(0, 1), bea=(2,), carl=(3,))
+    bea.chain |= {2: second, 3: third}
+    bea.hand_over.offer(FIRST, second)
+    bea.adopt(second)
+    bea.hand_over.offer(second, third)
+    bea.hand_over.offer(third, fourth)
+    bea.adopt(fourth, 2)
+    assert bea.said == [Columns(4, (2,), ())]
+    assert np.array_equal(bea.trainer.moments(2).square, had.square)
+    assert bea.trainer.moments(2).steps == 3
+
+
+def test_moments_of_an_older_version_of_a_column_are_not_gone_on_with(sides: dict[PeerId, Side]) -> None:
+    bea = sides[BEA]
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1), carl=(3,))
+    third = manifest(second, (ANNA, BEA, CARL), anna=(0, 1), bea=(2,), carl=(3,))
+    bea.chain[2] = second
+    bea.hand_over.offer(FIRST, second)
+    bea.adopt(second)
+    bea.adopt(replace(third, column_rounds=(3,) * COLUMNS), 2)
+    assert bea.said == [Columns(3, (2,), (2,))]
+
+
+def test_moments_of_a_column_that_others_have_taken_up_are_kept_no_longer(sides: dict[PeerId, Side]) -> None:
+    bea = sides[BEA]
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1), carl=(3,))
+    third = manifest(second, (ANNA, BEA, CARL), anna=(0, 1, 2), carl=(3,))
+    fourth = manifest(third, (BEA, CARL), carl=(3,))
+    fifth = manifest(fourth, (BEA, CARL), bea=(2,), carl=(3,))
+    bea.chain |= {2: second, 3: third, 4: fourth}
+    bea.hand_over.offer(FIRST, second)
+    bea.adopt(second)
+    for before, after in ((second, third), (third, fourth), (fourth, fifth)):
+        bea.hand_over.offer(before, after)
+    bea.adopt(fifth, 2)
+    assert bea.said == [Columns(5, (2,), (2,))]
+
+
 def test_a_replica_is_asked_before_who_leaves(sides: dict[PeerId, Side]) -> None:
     anna = sides[ANNA]
     second = manifest(FIRST, (ANNA, CARL), anna=(0, 1, 2, 3), carl=(3,))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
+from spes_p2p.peer.connection import heirs
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, PauseTriggers, Schedule
-from spes_p2p.peer.wishes import Wishes, change_vouches, vouches_in
+from spes_p2p.peer.wishes import PATIENT_LOOKS, Wishes, change_vouches, vouches_in
 
+ANNA, BEA, CARL = PeerId("anna"), PeerId("bea"), PeerId("carl")
 NIGHT = Schedule.parse("22:00-08:00")
 
 
@@ -104,8 +109,8 @@ def test_a_machine_without_battery_is_never_paused_by_it() -> None:
 
 def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
     told: list[Intent] = []
-    others: list[str] = []
-    wishes = Wishes(told.append, lambda: bool(others))
+    others: list[PeerId] = []
+    wishes = Wishes(told.append, ANNA, lambda: others)
     wishes.want(Intent(joining=True, max_columns=2, claims=(1,)), may_shrink=True)
     wishes.begin()
     told.clear()
@@ -115,7 +120,7 @@ def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
         wishes.pause(True)
         await asyncio.sleep(0.01)
         assert not told  # nobody else could train them
-        others.append("b")
+        others.append(BEA)
         while not told:
             await asyncio.sleep(0.001)
         others.clear()
@@ -127,9 +132,68 @@ def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
     assert [(wish.max_columns, wish.claims) for wish in told] == [(0, ()), (2, (1,))]
 
 
+def looks(paused: dict[PeerId, bool], most: dict[PeerId, int], late: int = 1) -> list[dict[PeerId, int]]:
+    """What each asks for after each of nine looks; all look at once, and hear what others asked for `late` looks ago.
+
+    Who is `paused` is so from the first look on; `most`: what each asks for before it.
+    """
+    told, heard = dict(most), dict[PeerId, int]()
+
+    def make(me: PeerId) -> Wishes:
+        def tell(intent: Intent) -> None:
+            told[me] = intent.max_columns
+
+        return Wishes(tell, me, lambda: [peer for peer, asked in heard.items() if asked and peer != me])
+
+    seen: list[dict[PeerId, int]] = []
+    everybody = {peer: make(peer) for peer in most}
+    for peer, wishes in everybody.items():
+        wishes.want(Intent(joining=True, max_columns=most[peer]), may_shrink=True)
+        wishes.begin()
+    for _ in range(9):
+        heard.update(seen[-late] if len(seen) >= late else most)
+        for peer, wishes in everybody.items():
+            wishes.pause(paused[peer])
+        seen.append(dict(told))
+    return seen
+
+
+@pytest.mark.parametrize("late", [1, PATIENT_LOOKS])
+def test_of_those_who_pause_at_once_one_keeps_its_columns_all_the_while(late: int) -> None:
+    seen = looks({BEA: True, ANNA: True, CARL: True}, {BEA: 2, ANNA: 2, CARL: 2}, late)
+    assert seen == [{ANNA: 2, BEA: 0, CARL: 0}] * len(seen)
+
+
+def test_all_who_pause_give_their_columns_up_to_who_trains() -> None:
+    seen = looks({ANNA: True, BEA: True, CARL: False}, {ANNA: 2, BEA: 2, CARL: 2})
+    assert seen[-1] == {ANNA: 0, BEA: 0, CARL: 2}
+
+
+def test_who_asks_for_no_columns_is_no_company() -> None:
+    seen = looks({ANNA: False, BEA: True, CARL: True}, {ANNA: 0, BEA: 2, CARL: 2})  # anna with --max-experts 0
+    assert seen == [{ANNA: 0, BEA: 2, CARL: 0}] * len(seen)
+
+
+def test_columns_go_to_members_that_train_and_stay() -> None:
+    members = [Member(peer, 1, True, 0, trains=peer != BEA) for peer in (ANNA, BEA, CARL)]
+
+    def given(peer: PeerId, incarnation: int = 1, **intent: Any) -> bool:
+        said: Any = SimpleNamespace(
+            peer=peer, incarnation=incarnation, intent=Intent(**{"joining": True, "max_columns": 2} | intent)
+        )
+        return heirs([said], members) == {peer}
+
+    assert given(ANNA)
+    assert not given(ANNA, leaving=True)
+    assert not given(ANNA, max_columns=0)  # it pauses, too
+    assert not given(ANNA, incarnation=2)
+    assert not given(BEA)  # `bootstrap --serve`
+    assert not given(PeerId("dora"))  # it comes with the next round
+
+
 def test_who_pauses_before_it_is_in_joins_without_columns() -> None:
     told: list[Intent] = []
-    wishes = Wishes(told.append, lambda: True)
+    wishes = Wishes(told.append, ANNA, lambda: [BEA])
     wishes.pause(True)
     wishes.want(Intent(joining=True, max_columns=2), may_shrink=True)
     assert (wishes.intent.joining, wishes.intent.max_columns) == (True, 0)
@@ -140,7 +204,7 @@ def test_who_pauses_before_it_is_in_joins_without_columns() -> None:
 
 def test_columns_that_somebody_has_set_stay() -> None:
     told: list[Intent] = []
-    wishes = Wishes(told.append, lambda: True)
+    wishes = Wishes(told.append, ANNA, lambda: [BEA])
     wishes.begin()
     for may_shrink in (False, True):
         wishes.want(Intent(joining=True, max_columns=4), may_shrink)
@@ -154,7 +218,7 @@ def test_for_whom_a_peer_vouches_it_says_as_soon_as_its_owner_does(tmp_path: Pat
     with pytest.raises(ConfigError, match="holds no run of a peer"):
         change_vouches(tmp_path, [PeerId("b")], undo=False)
     (tmp_path / "run").mkdir()
-    wishes = Wishes(told.append, lambda: True, lambda: vouches_in(tmp_path))
+    wishes = Wishes(told.append, ANNA, tuple, lambda: vouches_in(tmp_path))
     wishes.begin()
 
     async def play() -> None:
