@@ -44,12 +44,13 @@ def invite(
         word = fresh_invite(met(invitation, initial_peers, run_id, fingerprint))
     if named:
         from spes_p2p.peer.folder import kept_run
-        from spes_p2p.peer.inviting import invite_for, vouching_note
+        from spes_p2p.peer.inviting import full_note, invite_for, vouching_note
         from spes_p2p.swarm.invite import decode
 
         run = decode(word)
         word = invite_for(word, folder / "identity.key", *named)
         told(f"run {run.run_id} (folder {folder}): an invitation for {named[0]} alone")
-        if note := vouching_note(kept_run(folder, run.fingerprint.hex())):
+        info = kept_run(folder, run.fingerprint.hex())
+        if note := vouching_note(info) or full_note(folder, info, *named):
             told(note)
     typer.echo(word)

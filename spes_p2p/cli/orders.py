@@ -100,6 +100,7 @@ def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
 
     Example: spes-p2p run vouch QmAbc... --folder bootstrap-node
     """
+    from spes_p2p.peer.inviting import no_more_by_electors
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.wishes import change_vouches
     from spes_p2p.swarm.hivemind_backend.identity import signer_of
@@ -111,6 +112,8 @@ def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
         said = change_vouches(folder, named, undo)
         typer.echo(f"this peer vouches for: {', '.join(said) or 'nobody'}")
         typer.echo("it says so while it runs; for whom two thirds of the electors vouch votes from the next round on")
+        if not undo and (note := no_more_by_electors(folder, named)):
+            typer.echo(note)
         return
     _change_roll(peers, folder, "forgotten" if undo else "vouched")
 

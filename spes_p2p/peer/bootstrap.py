@@ -50,7 +50,7 @@ from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.renewer import RENEWALS
 from spes_p2p.sync.organising.seat import Duty, Seat
-from spes_p2p.sync.passes import PASSES_FILE, Doorkeeper
+from spes_p2p.sync.passes import PASSES_FILE, Doorkeeper, full_roll_line
 from spes_p2p.sync.starting import zeros
 from spes_p2p.sync.web_sources import SourceKeeper
 
@@ -367,7 +367,10 @@ class RunNode:
 
     async def _admit(self) -> None:
         """Vouches for the peers that bring a pass."""
-        keeper = Doorkeeper(self._info, self._node.checker.check, self._node.sealer, self._folder / PASSES_FILE)
+        keeper = Doorkeeper(
+            self._info, self._node.checker.check, self._node.sealer, self._folder / PASSES_FILE,
+            lambda peer, missing: self._say(full_roll_line(peer, self._options.folder, missing)),
+        )  # fmt: skip
         while True:
             tokens = {peer: record.token for peer, record in self._announcer.known.items()}
             self._watch.take(keeper.admitted(self._watch.known, tokens))

@@ -6,24 +6,30 @@ The format is in `swarm/invite.py`; the one that a node keeps, in `peer/contacts
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.config.load import config_from_text
+from spes_p2p.consensus.membership import MAX_VOUCHED
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import invite_of
 from spes_p2p.peer.entrance import ANSWER_SECONDS
+from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.invite import decode, encode, invited_to
+from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.announced import read_peers
+from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.passes import make_pass
-from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.sync.organiser_words import WORDS_FILE, Words, load_orders
+from spes_p2p.sync.passes import full_roll_line, make_pass
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 EVERYBODY_VOTES = (
     "note: in this run every member votes (swarm.electors: all); vouching changes nothing but lifting a ban by electors"
@@ -50,6 +56,27 @@ def vouching_note(run: RunInfo | None) -> str:
     """What there is to say to somebody who vouches for a peer of this run; "" for nothing, or where it is not known."""
     config = None if run is None else config_from_text(run.config, origin=f"the config of run {run.run_id}")
     return EVERYBODY_VOTES if config is not None and config.swarm.electors == "all" else ""
+
+
+def full_note(folder: Path, run: RunInfo | None, peer: PeerId) -> str:
+    """That the roll, as the organiser's node in `folder` has it, names too many for `peer` to come onto it; or ""."""
+    words = load_orders(folder / RUN / WORDS_FILE, run, EnvelopeChecker(RsaVerifier()).check) if run else Words()
+    vouched = words.roll.value.vouched if words.roll is not None else ()
+    is_full = len(vouched) >= MAX_VOUCHED and peer not in vouched
+    return f"note: {full_roll_line(peer, folder)}" if is_full else ""
+
+
+def no_more_by_electors(folder: Path, peers: Collection[PeerId]) -> str:
+    """That electors can let none of `peers` vote, by the newest manifest that the peer of `folder` has; or ""."""
+    newest = Chain(folder / RUN / CHAIN, mends=False).newest if (folder / RUN / CHAIN).is_dir() else None
+    vouched = newest.manifest.vouched if newest is not None else ()
+    new = sorted({*peers} - {*vouched})
+    if len(vouched) < MAX_VOUCHED or not new:
+        return ""
+    return (
+        f"note: electors have let {MAX_VOUCHED} peers vote, the most there can be until one of these is banned, so "
+        f"this changes nothing; ask the organiser for: spes-p2p run vouch {' '.join(new)}"
+    )
 
 
 async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:

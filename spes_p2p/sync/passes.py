@@ -8,7 +8,7 @@ not vouched for again by the same pass. Others may read and repeat it, which cha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.membership import MAX_VOUCHED
 from spes_p2p.consensus.messages import Sealer, Signed
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.files import write_whole
+from spes_p2p.files import NODE_FOLDER, in_folder, write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import MAX_TOKEN_BYTES
 from spes_p2p.sync.genesis import RunInfo
@@ -26,6 +26,7 @@ from spes_p2p.wire import pack, unpack
 PASSES_FILE = "passes"
 """In `run/` of the organiser's folder: a peer a line, with the number of its newest pass that was used."""
 LEAST_RUN_BYTES = 16
+MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,35 @@ def read_pass(token: bytes, info: RunInfo, check: CheckSignature) -> Pass:
     return said
 
 
-class Doorkeeper:
-    """The organiser's node as it meets passes. `path`: where it keeps which were used."""
+def full_roll_line(peer: PeerId, folder: Path, missing: Sequence[PeerId] = ()) -> str:
+    """Why the organiser, whose node has this folder, cannot vouch for `peer`, and what helps.
 
-    def __init__(self, info: RunInfo, check: CheckSignature, sealer: Sealer, path: Path) -> None:
-        self._info, self._check, self._sealer, self._path = info, check, sealer, path
+    `missing`: who is vouched for, and is not in the run now.
+    """
+    some = ", ".join(missing[:MOST_SHOWN]) + (", ..." if len(missing) > MOST_SHOWN else "")
+    return (
+        f"{MAX_VOUCHED} peers are vouched for, the most there can be, so {peer} waits for its vote: withdraw the vouch "
+        f"for one that no longer comes, with {in_folder('spes-p2p run vouch PEER --undo', folder, NODE_FOLDER)}"
+        + (f" (not here now: {some})" if missing else "")
+    )
+
+
+class Doorkeeper:
+    """The organiser's node as it meets passes. `path`: where it keeps which were used.
+
+    `waits` is told once of each peer that brings a good one and finds the roll full, and who of the roll is not there.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        check: CheckSignature,
+        sealer: Sealer,
+        path: Path,
+        waits: Callable[[PeerId, Sequence[PeerId]], None],
+    ) -> None:
+        self._info, self._check, self._sealer, self._path, self._waits = info, check, sealer, path, waits
+        self._told = set[PeerId]()
         self._used: dict[PeerId, int] = {}
         with contextlib.suppress(FileNotFoundError):
             lines = (line.split() for line in path.read_text().splitlines())
@@ -77,7 +102,12 @@ class Doorkeeper:
         if used:
             self._used |= used
             write_whole(self._path, "".join(f"{peer} {number}\n" for peer, number in self._used.items()).encode())
-        wanted = sorted(new.keys() - used.keys())[: MAX_VOUCHED - len(vouched)]
+        wanted, room = sorted(new.keys() - used.keys()), MAX_VOUCHED - len(vouched)
+        wanted, waiting = wanted[:room], wanted[room:]
+        for peer in waiting:
+            if peer not in self._told:
+                self._waits(peer, sorted({*vouched} - tokens.keys()))
+        self._told |= {*waiting}
         return roll(self._info, known, self._sealer, vouched=wanted) if wanted else Words()
 
     def _new(self, known: Words, tokens: Mapping[PeerId, bytes]) -> dict[PeerId, int]:

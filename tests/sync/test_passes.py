@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from spes_p2p.consensus.membership import MAX_VOUCHED
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.organiser_words import Words, roll
-from spes_p2p.sync.passes import Doorkeeper, Pass, make_pass, read_pass
+from spes_p2p.sync.passes import Doorkeeper, Pass, full_roll_line, make_pass, read_pass
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun
@@ -25,7 +26,7 @@ check = RUN.keys.verify
 
 
 def keeper(folder: Path) -> Doorkeeper:
-    return Doorkeeper(RUN.info, check, KEY, folder / "passes")
+    return Doorkeeper(RUN.info, check, KEY, folder / "passes", lambda peer, missing: None)
 
 
 def a_pass(peer: PeerId = A, number: int = 7, sealer: KeySealer = KEY) -> bytes:
@@ -88,7 +89,18 @@ def test_who_is_banned_is_not_let_in(tmp_path: Path) -> None:
 def test_a_full_roll_takes_nobody_and_uses_no_pass(tmp_path: Path) -> None:
     names = [PeerId(f"{number:02}") for number in range(MAX_VOUCHED)]
     full = roll(RUN.info, Words(), KEY, vouched=names)
-    desk = keeper(tmp_path)
-    assert desk.admitted(full, {A: a_pass()}) == Words()
+    told: list[tuple[PeerId, Sequence[PeerId]]] = []
+    desk = Doorkeeper(RUN.info, check, KEY, tmp_path / "passes", lambda *words: told.append(words))
+    here = dict.fromkeys(names[2:], b"") | {A: a_pass()}
+    for _ in range(2):
+        assert desk.admitted(full, here) == Words()
+    assert told == [(A, names[:2])]  # once
     room = full.merged(roll(RUN.info, full, KEY, forgotten=names[:1]))
     assert A in vouched(desk.admitted(room, {A: a_pass()}))
+
+
+def test_the_organiser_reads_who_waits_and_what_helps() -> None:
+    line = full_roll_line(A, Path("my node"), [PeerId(name) for name in "pqrs"])
+    assert line.startswith(f"64 peers are vouched for, the most there can be, so {A} waits for its vote: ")
+    assert line.endswith("with spes-p2p run vouch PEER --undo --folder 'my node' (not here now: p, q, r, ...)")
+    assert full_roll_line(A, Path("bootstrap-node")).endswith("with spes-p2p run vouch PEER --undo")
