@@ -33,7 +33,8 @@ from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.node_metrics import NodeState, measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
-from spes_p2p.peer.remote_archive import RemoteArchive, RemoteFolder
+from spes_p2p.peer.remote_archive import RemoteArchive
+from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_own_start, make_start, start_folder, start_from, start_from_own
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped

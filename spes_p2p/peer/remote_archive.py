@@ -8,8 +8,9 @@
     renewals/HASH     what the organiser signed where nobody was left (see `sync/organising/renewer`)
 
 Nothing is ever changed but `newest`, which is written when all that it stands for is there; only then goes what no
-longer belongs to it. So a broken upload goes on where it was, and at every moment one whole state is there. Nothing is
-believed on the way back: commits are checked from genesis on, tiles by their hashes.
+longer belongs to it. So a broken upload goes on where it was, and at every moment one whole state is there. Storage may
+still lose part of a file when the power goes: what has another size than ours is written again, at the latest when the
+node starts. Nothing is believed on the way back: commits are checked from genesis on, tiles by their hashes.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
-
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError, StateError, first_line
-from spes_p2p.files import write_whole
-from spes_p2p.ids import Hash
+from spes_p2p.errors import NetworkError, PermanentError, RemoteProtocolError, StateError
+from spes_p2p.files import PARTIAL, write_whole
+from spes_p2p.ids import HASH_BYTES, Hash
 from spes_p2p.observe.metrics import bytes_text
+from spes_p2p.peer.remote_folder import CHECK_FIX, RemoteFolder
 from spes_p2p.state.hashes import hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.staging import Staging
@@ -49,79 +49,7 @@ RETRY_SECONDS = 60.0
 AT_ONCE = 8
 """Requests that are under way together: most of each is spent waiting."""
 NEWEST = "newest"
-CHECK_FIX = "check the URL, the network, and the keys in the environment"
-
-
-class RemoteFolder:
-    """Files at a URL. Blocking: for threads. Raises NetworkError for whatever the storage refuses."""
-
-    def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that nothing here can open, or keep files at."""
-        self.url = url.rstrip("/")
-        if url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"--archive {url} cannot be kept: over http nothing can be listed or removed",
-                fix="give storage that can be written, such as s3://bucket/run, or a folder",
-            )
-        try:
-            self._files, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"--archive {url} cannot be opened: {first_line(error)}",
-                fix="install what it needs (scripts/venv.sh s3 for s3://...), or correct the URL",
-            ) from error
-        self._root = str(root).rstrip("/")
-        self._there: dict[str, int] | None = None
-        """The files that are there, with their sizes in bytes; None until they were listed."""
-
-    def read(self, name: str) -> bytes | None:
-        """The bytes of a file, None where there is none."""
-        try:
-            return self._asking(lambda: bytes(self._files.cat_file(self._path(name))))
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, data: bytes) -> None:
-        """Puts a file there, in the place of one that is there."""
-        path = self._path(name)
-        try:
-            self._asking(lambda: self._files.pipe_file(path, data))
-        except FileNotFoundError:  # storage that has real folders
-            self._asking(lambda: self._files.makedirs(path.rpartition("/")[0], exist_ok=True))
-            self._asking(lambda: self._files.pipe_file(path, data))
-        if self._there is not None:
-            self._there[name] = len(data)
-
-    def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
-        with suppress(FileNotFoundError):
-            self._asking(lambda: self._files.rm_file(self._path(name)))
-        if self._there is not None:
-            self._there.pop(name, None)
-
-    def sizes(self) -> dict[str, int]:
-        """All files that are there, by name, with their sizes in bytes. Listed once, and followed since."""
-        if self._there is None:
-            found: dict[str, dict[str, Any]] = {}
-            with suppress(FileNotFoundError):
-                found = self._asking(lambda: self._files.find(self._root, detail=True))
-            self._there = {path.removeprefix(f"{self._root}/"): int(about["size"]) for path, about in found.items()}
-        return self._there
-
-    def forget(self) -> None:
-        """Lists again the next time."""
-        self._there = None
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    def _asking(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # each kind of storage has errors of its own
-            raise NetworkError(f"{self.url} refused: {first_line(error)}", fix=CHECK_FIX) from error
+MEND_FIX = "start the node that kept it once more, with its own folder: it writes the file again; or put a copy there"
 
 
 @dataclass(frozen=True)
@@ -154,7 +82,7 @@ class RemoteArchive:
         self._kept: _Kept | None = None
         self._line: list[Hash] = []
         """The manifests of our chain, as far as they were looked at."""
-        self._has_looked = False
+        self._has_looked = self._has_compared = False
         self._said = ""
 
     # ---------------------------------------------------------------- back
@@ -166,7 +94,7 @@ class RemoteArchive:
         NetworkError. Raises PermanentError where another run is kept there, RemoteProtocolError for forged commits.
         """
         try:
-            await self._look()
+            await self._look(chain)
         except (NetworkError, RemoteProtocolError) as error:
             if chain.length == 0:
                 raise
@@ -230,7 +158,12 @@ class RemoteArchive:
         data = await asyncio.to_thread(self._folder.read, _commit(name))
         if data is None:
             raise NetworkError(f"{self._folder.url} has no {_commit(name)}", fix=CHECK_FIX)
-        return unpack(Commit, data)
+        try:
+            return unpack(Commit, data)
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(
+                f"{_commit(name)} at {self._folder.url} is damaged: {error}", fix=MEND_FIX
+            ) from error
 
     def _append(self, chain: Chain, commits: tuple[Commit, ...]) -> None:
         ledger = chain.ledger(chain.length - 1)
@@ -239,7 +172,9 @@ class RemoteArchive:
             chain.append(commit)
 
     async def _restore_renewals(self, folder: Path) -> None:
-        for name in (name for name in await asyncio.to_thread(self._folder.sizes) if name.startswith(f"{RENEWALS}/")):
+        for name in await asyncio.to_thread(self._folder.sizes):
+            if not name.startswith(f"{RENEWALS}/") or name.endswith(PARTIAL):
+                continue
             path = folder / name.rpartition("/")[2]
             data = await asyncio.to_thread(self._folder.read, name)
             if data is not None and not path.exists():
@@ -252,7 +187,7 @@ class RemoteArchive:
         """Copies each newest state there, one after the other, for ever. `kept`: the newest that is whole here."""
         while True:
             try:
-                await self._look()
+                await self._look(chain)
                 await self._put_renewals(renewals)
                 newest = kept()
                 if newest is not None and newest.round > 0 and chain.commit_of(newest) is not None:
@@ -268,16 +203,20 @@ class RemoteArchive:
 
     async def _put(self, manifest: Manifest, chain: Chain, version: Version) -> None:
         line = await asyncio.to_thread(self._line_to, manifest, chain)
-        if self._kept is not None and line[-1] in self._kept.line:
+        known = self._kept.line if self._kept is not None else ()
+        if line[-1] in known and self._has_compared:
             return  # as new as ours, or newer
-        tiles = {name: tile_id for tile_id, name in enumerate(version.tile_hashes)}
         there = await asyncio.to_thread(self._folder.sizes)  # storage that is no object store may keep part of a file
+        absent = await asyncio.to_thread(_other_commits, line, chain, there)
+        for some_commits in _parts(absent, AT_ONCE):
+            await _each([asyncio.to_thread(self._put_commit, chain, at, name) for at, name in some_commits])
+        if line[-1] in known[:-1]:
+            self._has_compared = True
+            return
+        tiles = {name: tile_id for tile_id, name in enumerate(version.tile_hashes)}
         missing = [name for name in tiles if there.get(_tile(name)) != len(version.tile(tiles[name]))]
         for some in _parts(missing, AT_ONCE):
             await _each([self._put_tile(version, tiles[name], name) for name in some])
-        absent = [(at, name) for at, name in enumerate(line) if _commit(name) not in there]
-        for some_commits in _parts(absent, AT_ONCE):
-            await _each([asyncio.to_thread(self._put_commit, chain, at, name) for at, name in some_commits])
         await asyncio.to_thread(self._folder.write, "run.yaml", self._run.info.config.encode())
         kept = _Kept(line, version.tile_hashes)
         await asyncio.to_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
@@ -285,6 +224,7 @@ class RemoteArchive:
         await self._refuse_others()
         await asyncio.to_thread(self._folder.write, NEWEST, kept.head.hex().encode())
         self._pointer, self._kept, self._said = kept.head.hex().encode(), kept, ""
+        self._has_compared = True
         self._say(f"the state of round {kept.round} is at {self._folder.url}")
         await self._tidy(kept)
 
@@ -294,7 +234,7 @@ class RemoteArchive:
         old = [
             name
             for name in await asyncio.to_thread(self._folder.sizes)
-            if name.startswith(("tiles/", "states/")) and name not in wanted
+            if (name.startswith(("tiles/", "states/")) and name not in wanted) or name.endswith(PARTIAL)
         ]
         for some in _parts(old, 8 * AT_ONCE):
             await self._refuse_others()
@@ -317,7 +257,8 @@ class RemoteArchive:
     async def _put_renewals(self, folder: Path) -> None:
         there = await asyncio.to_thread(self._folder.sizes)
         for path in sorted(folder.glob("*")) if folder.is_dir() else []:
-            if (name := f"{RENEWALS}/{path.name}") not in there:
+            name = f"{RENEWALS}/{path.name}"
+            if path.suffix != PARTIAL and there.get(name) != path.stat().st_size:
                 await asyncio.to_thread(self._folder.write, name, path.read_bytes())
 
     async def _put_tile(self, version: Version, tile_id: int, name: Hash) -> None:
@@ -342,14 +283,21 @@ class RemoteArchive:
 
     # ---------------------------------------------------------------- both
 
-    async def _look(self) -> None:
-        """Learns, once, which state is there."""
+    async def _look(self, chain: Chain) -> None:
+        """Learns, once, which state is there. None where that is damaged, but all that is there is of our chain."""
         if self._has_looked:
             return
+        newest = chain.newest
         pointer = await asyncio.to_thread(self._folder.read, NEWEST)
         kept = None
-        if pointer is not None:
-            kept = await self._state_of(_name_in(pointer))
+        try:
+            kept = await self._state_of(_name_in(pointer)) if pointer is not None else None
+        except RemoteProtocolError as error:
+            there = await asyncio.to_thread(self._folder.sizes)
+            if newest is None or not _is_of(await asyncio.to_thread(self._line_to, newest.manifest, chain), there):
+                raise
+            self._say_once(f"{error}; this node writes it again")
+        if kept is not None and not chain.has(kept.line[0], 0):
             genesis = await self._commit(kept.line[0])
             if genesis.manifest.fingerprint != self._run.info.fingerprint:
                 raise PermanentError(
@@ -398,10 +346,26 @@ def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 _tile, _commit, _state = partial(_named, "tiles"), partial(_named, "commits"), partial(_named, "states")
 
 
+def _other_commits(line: Sequence[Hash], chain: Chain, there: dict[str, int]) -> list[tuple[int, Hash]]:
+    """The commits of `line`, with their rounds, that are not there with the size of ours."""
+    sizes = chain.sizes(len(line))
+    if len(sizes) < len(line):
+        raise StateError("another history has won meanwhile")
+    return [(at, name) for at, name in enumerate(line) if there.get(_commit(name)) != sizes[at]]
+
+
+def _is_of(line: Sequence[Hash], there: dict[str, int]) -> bool:
+    """Whether the archive with these files is of this history, without a state that is newer."""
+    states = {name for name in there if name.startswith("states/") and not name.endswith(PARTIAL)}
+    return _commit(line[0]) in there and states <= set(map(_state, line))
+
+
 def _name_in(pointer: bytes) -> Hash:
-    try:
-        return Hash(bytes.fromhex(pointer.decode()))
-    except ValueError as error:
-        raise RemoteProtocolError(
-            f"the archive's file {NEWEST} is damaged: {pointer[:80]!r}", fix="choose another --archive"
-        ) from error
+    with suppress(ValueError):
+        if len(name := bytes.fromhex(pointer.decode())) == HASH_BYTES:
+            return Hash(name)
+    raise RemoteProtocolError(
+        f"the archive's file {NEWEST} is damaged: {pointer[:80]!r}",
+        fix="start the node that kept it once more, with its own folder: it writes the file again; or write into it "
+        "the name of the last file that came to the folder states/ there",
+    )

@@ -84,6 +84,14 @@ class CommitFiles:
         """Unix seconds."""
         return self._path(round).stat().st_mtime
 
+    def size(self, round: int) -> int:
+        """Bytes of a packed commit. Raises StateError."""
+        path = self._path(round)
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
+
     def write(self, commit: Commit) -> None:
         """Raises StorageFull."""
         write_whole(self._path(commit.manifest.round), pack(commit))
@@ -281,6 +289,11 @@ class Chain:
                     break
                 found.append(data)
         return tuple(found)
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """Bytes of the first `length` packed commits; of fewer, where fewer are here."""
+        with self._lock:
+            return tuple(self._files.size(round) for round in range(min(length, self.length)))
 
     def has(self, head: Hash, round: int) -> bool:
         """Whether `head` names the commit of that round, as far as it is here."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.peer.remote_archive import RemoteArchive, RemoteFolder
+from spes_p2p.peer.remote_archive import RemoteArchive
+from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
@@ -169,7 +176,7 @@ def test_a_crash_at_any_change_leaves_a_whole_state_and_the_next_node_goes_on(fo
             return archive_of(swarm, remote, [])
 
         async def put_version(archive: RemoteArchive, round: int) -> None:
-            await archive._look()
+            await archive._look(chain)
             await archive._put(chain.commit(round).manifest, chain, store.version(round))
 
         changes = 0
@@ -195,6 +202,176 @@ def test_a_crash_at_any_change_leaves_a_whole_state_and_the_next_node_goes_on(fo
     with_archive(folder, play, CONFIG)
 
 
+def test_what_storage_lost_of_a_file_is_named_and_written_again_when_the_node_starts(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = (await evening(swarm, 2)).manifest
+        chain, store = swarm.organiser.chain, swarm._organiser_store
+        bucket, renewals = folder / "bucket", folder / "renewals"
+        renewals.mkdir()
+        (renewals / "ab").write_bytes(b"signed")
+        (renewals / "cd.partial").write_bytes(b"sig")
+
+        async def start(said: list[str]) -> None:
+            archive = archive_of(swarm, RemoteFolder(f"file://{bucket}"), said)
+            await archive.restore_chain(chain, renewals)
+            await archive._look(chain)
+            await archive._put(newest, chain, store.version(newest.round))
+            await archive._put_renewals(renewals)
+
+        await start([])
+        head = manifest_hash(newest).hex()
+        assert (bucket / "newest").read_text() == head
+        genesis = manifest_hash(chain.commit(0).manifest).hex()
+        whole = {path: path.read_bytes() for path in bucket.rglob("*") if path.is_file()}
+        assert not [path for path in whole if path.suffix == ".partial"]
+        tile = next(path for path in whole if path.parent.name == "tiles")
+        damaged = ("newest", f"commits/{head}", f"commits/{genesis}", f"states/{head}", "run.yaml", "renewals/ab")
+        for at, name in enumerate((*damaged, f"tiles/{tile.name}")):
+            for size in (0, len(whole[bucket / name]) - 1):
+                (bucket / name).write_bytes(whole[bucket / name][:size])
+                if name == "newest" or name.startswith("commits/"):
+                    with pytest.raises(RemoteProtocolError, match=f"{name}.* is damaged") as caught:
+                        await restored(swarm, folder / f"cut-{at}-{size}", RemoteFolder(f"file://{bucket}"), [])
+                    assert "start the node that kept it once more" in caught.value.fix
+                for folder_of in ("commits", "renewals"):
+                    (bucket / folder_of / "ef.partial").touch()
+                said: list[str] = []
+                await start(said)
+                assert said[-1] == f"the state of round {newest.round} is at file://{bucket}"
+                assert {path: path.read_bytes() for path in bucket.rglob("*") if path.is_file()} == whole
+        assert await restored(swarm, folder / "sound", RemoteFolder(f"file://{bucket}"), []) == newest.round
+        assert {path.name for path in (folder / "renewals").iterdir()} == {"ab", "cd.partial"}
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_what_is_there_is_compared_once_and_then_only_with_a_new_state(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await evening(swarm, 2)
+        chain, store = swarm.organiser.chain, swarm._organiser_store
+        older, newer = (chain.commit(round).manifest for round in store.rounds()[-2:])
+        first = archive_of(swarm, RemoteFolder(URL), [])
+        await first._look(chain)
+        await first._put(newer, chain, store.version(newer.round))
+        name = f"commits/{manifest_hash(older).hex()}"
+        remote = Broken(URL, 1)
+        second = archive_of(swarm, remote, [])
+        await second._look(chain)
+        for found in (older, older, newer):  # what is there is newer than what this node has at first
+            RemoteFolder(URL).write(name, b"")
+            await second._put(found, chain, store.version(found.round))
+            assert remote.left == 0
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_an_archive_that_may_be_of_another_run_or_newer_is_not_written_again(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await evening(swarm, 1)
+        chain, remote, said = swarm.organiser.chain, RemoteFolder(URL), list[str]()
+        remote.write("newest", b"")
+        remote.write("commits/00", b"genesis of another run")
+        genesis = manifest_hash(chain.commit(0).manifest).hex()
+        for names in ([], [f"commits/{genesis}", "states/00"]):
+            for name in names:
+                remote.write(name, b"")
+            archive = archive_of(swarm, remote, said)
+            await archive.restore_chain(chain, folder / "renewals")
+            assert said.pop() == "the archive cannot be read yet: the archive's file newest is damaged: b''"
+            with pytest.raises(RemoteProtocolError, match="newest is damaged"):
+                await archive._look(chain)
+        remote.remove("states/00")
+        await archive._look(chain)
+        assert said == ["the archive's file newest is damaged: b''; this node writes it again"]
+
+    with_archive(folder, play, CONFIG)
+
+
+def test_a_file_that_is_being_written_to_a_disk_does_not_have_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def power_cut(descriptor: int) -> None:
+        raise OSError("the power is cut")
+
+    remote = RemoteFolder(f"file://{tmp_path}/bucket")
+    remote.write("states/newest", b"the one before")
+    monkeypatch.setattr("os.fsync", power_cut)
+    with pytest.raises(NetworkError, match="the power is cut"):
+        remote.write("states/newest", b"the next")
+    assert remote.read("states/newest") == b"the one before"
+
+
+class Sftp(MemoryFileSystem):
+    """Keeps what came of a file when the connection is cut."""
+
+    protocol = "sftp", "ssh"
+    cachable = False
+    is_cut = replaces = is_asked = False
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        assert not self.is_asked, "of two threads that wait for an answer, one never gets it"
+        self.is_asked = True
+        time.sleep(0)  # another thread's turn
+        self.is_asked = False
+        super().pipe_file(path, value[: len(value) // 2] if self.is_cut else value, mode, **options)
+        if self.is_cut:
+            raise OSError("the connection is cut")
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if self.exists(path2) and not self.replaces:
+            raise OSError("the name is taken")
+        super().mv(path1, path2, **options)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_file_that_is_being_sent_to_a_server_does_not_have_its_name(
+    replaces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Sftp()
+    server.replaces = replaces
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **options: (server, "/bucket/run"))
+    remote = RemoteFolder("sftp://example.org/bucket/run")
+    for data in (b"the one before", b"the one after that"):
+        remote.write("newest", data)
+        assert remote.read("newest") == data
+        remote.forget()
+        assert list(remote.sizes()) == ["newest"]
+    server.is_cut = True
+    with pytest.raises(NetworkError, match="the connection is cut"):
+        remote.write("newest", b"the next")
+    assert remote.read("newest") == b"the one after that"
+
+
+def test_a_server_that_takes_no_options_is_opened_and_one_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(refusal: Exception | None, url: str, **options: Any) -> tuple[MemoryFileSystem, str]:
+        if options:
+            raise TypeError(f"connect() got an unexpected keyword argument {options}")
+        if refusal is not None:
+            raise refusal
+        return Sftp(), "/run"
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", partial(opened, None))
+    remote = RemoteFolder("sftp://me@example.org/run")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: remote.write(f"tiles/{number}", b"abc"), range(16)))
+    assert len(remote.sizes()) == 16
+    monkeypatch.setattr("fsspec.core.url_to_fs", partial(opened, TimeoutError("timed out")))
+    with pytest.raises(NetworkError, match=r"sftp://me@example\.org/run refused: timed out"):
+        RemoteFolder("sftp://me@example.org/run")
+
+
+def test_what_a_server_calls_missing_by_its_number_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Smb(OSError):
+        """As that of smbprotocol."""
+
+    def missing(path: str) -> bytes:
+        raise Smb(errno.ENOENT, "no such file")
+
+    remote = RemoteFolder(URL)
+    monkeypatch.setattr(remote._files, "cat_file", missing)
+    assert remote.read("newest") is None
+
+
 class Losing(RemoteFolder):
     """Somebody else removes a tile as soon as it is there."""
 
@@ -215,7 +392,7 @@ def test_what_an_upload_left_is_not_sent_again(folder: Path) -> None:
         for changes in (6, 10_000):
             remote = Broken(URL, changes)
             archive = archive_of(swarm, remote, [])
-            await archive._look()
+            await archive._look(chain)
             with suppress(NetworkError):
                 await archive._put(newest, chain, store.version(newest.round))
             sent.append(changes - max(0, remote.left))
@@ -272,14 +449,14 @@ def test_two_nodes_that_write_to_one_url_find_out_before_anything_is_lost(folder
         await evening(swarm, 2)
         chain, store = swarm.organiser.chain, swarm._organiser_store
         one, other = (archive_of(swarm, RemoteFolder(URL), []) for _ in range(2))
-        await one._look()
-        await other._look()
+        await one._look(chain)
+        await other._look(chain)
         older, newer = (chain.commit(round).manifest for round in store.rounds()[-2:])
         await one._put(older, chain, store.version(older.round))
         with pytest.raises(PermanentError, match="another node writes to"):
             await other._put(newer, chain, store.version(newer.round))
         third = archive_of(swarm, Losing(f"{URL}-of-another"), [])
-        await third._look()
+        await third._look(chain)
         with pytest.raises(PermanentError, match="somebody has removed 1 files"):
             await third._put(newer, chain, store.version(newer.round))
         assert await restored(swarm, folder / "found", RemoteFolder(URL), []) == older.round
