@@ -23,7 +23,7 @@ WHEREVER_IT_LEADS = {"prevotes", "precommits", "reports", "leaves", "stands", "c
 @pytest.mark.parametrize(
     ("place", "lies", "losses", "most_states"),
     [
-        (0, 1, False, 5_000),
+        (0, 1, False, 6_500),
         pytest.param(0, 1, False, 60_000, marks=pytest.mark.thorough),
         *(pytest.param(place, 1, True, 200_000, marks=pytest.mark.thorough) for place in range(4)),
         *(pytest.param(place, 2, False, 200_000, marks=pytest.mark.thorough) for place in range(2)),
