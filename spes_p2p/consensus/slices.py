@@ -75,11 +75,12 @@ def plan_slices(
                 reducers = reducers or tuple(reach.helpers)
             reducers = reducers or contributors
             shares = [max(1, uplinks.get(peer, usual)) for peer in reducers]
-            for offset, number in ((0, tiles),) if block or turn.shared is None else turn.shared:
+            due = ((0, tiles),) if block or turn.shared is None else turn.shared
+            for place, (offset, number) in enumerate(due, 2 * block):
                 cuts = list(_cut(number, slice_tiles, len(reducers)))
                 slices += [
                     Slice(block, first_tile + offset + start, count, reducer, contributors)
-                    for (start, count), reducer in zip(cuts, _deal(reducers, shares, len(cuts), block), strict=True)
+                    for (start, count), reducer in zip(cuts, _deal(reducers, shares, len(cuts), place), strict=True)
                 ]
         first_tile += tiles
     return tuple(slices)
@@ -137,18 +138,18 @@ def _cut(tiles: int, slice_tiles: int, reducers: int) -> Iterator[tuple[int, int
         yield start, min(size, tiles - start)
 
 
-def _deal(peers: Sequence[PeerId], shares: Sequence[int], slices: int, block: int) -> Iterator[PeerId]:
-    """Who reduces each of the slices of a block: in proportion to their shares, evenly mixed; exact integers.
+def _deal(peers: Sequence[PeerId], shares: Sequence[int], slices: int, place: int) -> Iterator[PeerId]:
+    """Who reduces each of the slices of a range of tiles: in proportion to their shares, evenly mixed; exact integers.
 
     The slices are evenly spaced points, in a mixed order, on a line that the peers divide. So where measured shares
     change a little few slices get another reducer, which would not know what the one before has kept of their means.
-    The points of each block lie elsewhere, or short ones would all go to the same peers.
+    The points of each range (the `place`-th) lie elsewhere, or short ones would all go to the same peers.
     """
-    ends, shift = list(itertools.accumulate(shares)), (block + 1) * _GOLDEN % _PLACES
+    ends, shift = list(itertools.accumulate(shares)), (place + 1) * _GOLDEN % _PLACES
     step = _mixing_step(max(1, slices))
     for at in range(slices):
-        place = at * step % slices * _PLACES + shift
-        yield peers[bisect.bisect_right(ends, place * ends[-1] // (slices * _PLACES))]
+        point = at * step % slices * _PLACES + shift
+        yield peers[bisect.bisect_right(ends, point * ends[-1] // (slices * _PLACES))]
 
 
 def _mixing_step(number: int) -> int:

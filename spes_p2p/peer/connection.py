@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -177,7 +178,7 @@ class Connection:
         once this peer is asked to stop.
         """
         try:
-            within = until - self._node.clock.now()
+            within = until - time.monotonic()
             return self._await(asyncio.wait_for(self._moments_of(holder, head, column), within))
         except (Stopped, TimeoutError, NetworkError, WrongSize):
             return NO_MOMENTS

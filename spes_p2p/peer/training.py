@@ -228,7 +228,7 @@ class TrainingLoop:
             return True
         if self._pause.active:
             self.connection.presence.progress.tokens_per_second = 0.0
-            if len(self.trainer.owned) and self.connection.wishes.gives_columns_up:
+            if len(self.trainer.owned):  # in every round: an heir may come, and take them over, in any
                 self.train_one_step(time.monotonic() + LEAVE_SECONDS)
         if not self.gate.stopping and not self.limits.is_over():  # how to leave is decided in `departure`
             self.hand_in()

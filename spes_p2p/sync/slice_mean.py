@@ -45,12 +45,15 @@ def unfit(
 ) -> dict[PeerId, str]:  # fmt: skip
     """Whose values stay out of the mean, each with the reason."""
     bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips
-    rounds = rules.rounds_between(piece)
-    if rules.clips or rounds > 1:  # claims are not to be believed, and of a turn only the last round's are known
-        steps = dict.fromkeys(roster, 1)
-    else:
-        steps = {peer: entry.steps for peer, entry in roster.items()}
-    refused = screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf, 1 if rules.clips else rounds)
+    largest, rounds = LARGEST_ENCODED if bounded else math.inf, rules.rounds_between(piece)
+    alike, claimed = dict.fromkeys(roster, 1), {peer: entry.steps for peer, entry in roster.items()}
+    if rules.clips:  # claims are not to be believed
+        refused = screen(found, before, alike, largest)
+    elif rounds == 1:
+        refused = screen(found, before, claimed, largest)
+    else:  # of a turn only the last round's steps are known: a fast peer's are many, a leaver's one
+        by_claim = screen(found, before, claimed, largest, rounds)
+        refused = {p: why for p, why in screen(found, before, alike, largest, rounds).items() if p in by_claim}
     if rules.clips:
         refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, before)
     return refused

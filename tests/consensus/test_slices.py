@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -15,6 +17,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Ownership
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
+EIGHT = [PeerId(f"peer-{index}") for index in range(8)]
 
 
 def tiles_of(ranges: Ranges) -> list[int]:
@@ -29,6 +32,25 @@ def swarms(draw: st.DrawFn) -> tuple[list[PeerId], Ownership, dict[PeerId, int],
     uplinks = draw(st.dictionaries(st.sampled_from(NAMES), st.integers(1, 10**9)))
     tiles = draw(st.lists(st.integers(0, 40), min_size=1 + len(ownership), max_size=1 + len(ownership)))
     return roster, ownership, uplinks, tiles, draw(st.integers(1, 16))
+
+
+def test_seldom_vocabulary_and_the_rest_go_to_different_peers() -> None:
+    """Two ranges of equally many slices, fewer than there are peers: nobody gets two while another has none."""
+    turn = Turn(shared=((0, 4), (8, 4)))
+    slices = plan_slices(EIGHT, (), {}, [12], 1, turn=turn)
+    assert len({piece.reducer for piece in slices}) == len(slices) == 8
+
+
+def test_slices_stay_where_they_are_while_uplinks_change_a_little() -> None:
+    """Who reduces a tile keeps what its mean left out."""
+    rng = random.Random(0)
+    plans = []
+    for _ in range(20):
+        uplinks = {peer: int(10**6 * rng.uniform(0.98, 1.02)) for peer in EIGHT}
+        plans.append([piece.reducer for piece in plan_slices(EIGHT, (), uplinks, [64], 1)])
+    moved = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(plans)]
+    assert sum(moved) < 0.1 * 64 * len(moved)
+    assert all(max(Counter(plan).values()) <= 10 for plan in plans)
 
 
 @given(swarms())

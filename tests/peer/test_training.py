@@ -134,7 +134,7 @@ class Story:
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, last_round=None, are_others_behind=lambda round: False,
             presence=SimpleNamespace(progress=Progress()),
-            wishes=SimpleNamespace(leave=self._leave, limit_columns=self._limit, gives_columns_up=True),
+            wishes=SimpleNamespace(leave=self._leave, limit_columns=self._limit),
         )  # fmt: skip
 
     def _limit(self, fit: int) -> bool:
@@ -566,18 +566,6 @@ def test_with_turns_a_paused_peer_trains_a_step_so_that_its_columns_are_handed_o
     story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
     story.play()
     assert [work.steps for work in story.ready][:2] == [1, 1]
-
-
-def test_with_turns_a_paused_peer_that_keeps_its_columns_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{StepLimits.__module__}.PAUSE_GRACE_SECONDS", 0.0)
-    story = Story(tmp_path, "sync.expert_rounds=3")
-    story.loop.connection.wishes.gives_columns_up = False  # type: ignore[misc]
-    story.pause.toggle()
-    story.on_ready = lambda work: story.gate.stop()
-    story.play()
-    assert [work.steps for work in story.ready] == [0]
 
 
 def test_what_a_decided_round_did_not_wait_for_is_carried_into_the_next(story: Story) -> None:

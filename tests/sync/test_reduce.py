@@ -129,6 +129,15 @@ def test_where_changes_grow_for_several_rounds_who_has_just_begun_does_not_shut_
     assert set(screen(values, BASE, steps, rounds=5)) == {"p4"}
 
 
+def test_who_is_a_hundred_times_as_fast_is_fit_where_parts_take_turns_too() -> None:
+    layout = Layout([StateTensor("head", (len(BASE),), None, "zeros")], len(BASE))
+    rules = dataclasses.replace(run_rules(columns=1, shared_tiles=1), vocabulary=Vocabulary(1, 2))
+    values = changes(1.0, 1.0, 1.0, 100.0, 1e6)
+    steps = {"p3": 200, "p4": 200}
+    roster = {peer: Contribution(peer, 8, steps.get(peer, 2), 8) for peer in values}
+    assert unfit(rules, layout, Slice(0, 0, 1, PeerId("p0"), tuple(values)), roster, values, BASE) == {"p4": TOO_LARGE}
+
+
 @pytest.mark.parametrize("turns", [1, 5])
 def test_one_that_went_astray_does_not_spoil_embedding_and_head(turns: int) -> None:
     """Where they take turns nobody knows the steps behind a change: its size is compared all the same."""
