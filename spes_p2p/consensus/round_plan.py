@@ -168,11 +168,14 @@ class RoundPlan(Part):
     def _all_stopped(self, now: float) -> bool:
         current = self._state.round
         training = [s for s in self._members.members_here(now) if not s.work.ready]
+        counting = {status.peer for status in self._counting(training)}
+        # who counts nothing and says that it does nothing is not waited for: strangers may have any number of keys
+        training = [s for s in training if s.peer in counting or s.work.steps or s.work.ready_in_seconds]
         if not training:
             return True
         closed_at = current.closed_at if current.closed_at is not None else now
         longest = max(
-            (s.work.ready_in_seconds for s in self._counting(training) if s.peer not in self._others.kept_waiting),
+            (s.work.ready_in_seconds for s in training if s.peer in counting - self._others.kept_waiting),
             default=0.0,
         )
         most = self._pace.last_step_seconds(closed_at - current.started_at)

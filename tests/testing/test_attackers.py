@@ -206,7 +206,7 @@ def test_nobody_waits_for_keys_that_join_as_trainers_and_hand_nothing_in(
     trial, seen = trial_with("idle-keys", tmp_path, monkeypatch, *settings, rounds=5)
     assert trial.rounds >= 5
     assert sum(" key " in member.peer for member in seen.tips[-1].members) > 10
-    assert trial.longest_stall_deadlines < 0.55, "more than two heartbeats for steps that may still be running"
+    assert trial.longest_stall_deadlines < 0.3, "as long as a round takes; two heartbeats more would make it 0.5"
 
 
 @pytest.mark.timeout(300)
