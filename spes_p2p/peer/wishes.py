@@ -36,13 +36,9 @@ class Wishes:
         self.asked_to_pause = False
         self._said = self._vouches()
         self._paused = False
+        """Asks for no columns: `asked_to_pause`, unless nobody else could train them."""
         self._looks = 0
         """How often in a row heirs were seen during this pause."""
-
-    @property
-    def gives_columns_up(self) -> bool:
-        """Asks for no columns: `asked_to_pause`, unless nobody else could train them."""
-        return self._paused
 
     @property
     def intent(self) -> Intent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Columns, Event, Warning
 from spes_p2p.ownership.assign import Ownership
+from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.handover import HandOver, former_owners
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from tests.sync.chains import MadeRun
@@ -27,6 +29,7 @@ LAYOUT = small_layout(CONFIG)
 GENESIS = MadeRun().chain(1)[0].manifest
 ANNA, BEA, CARL = PeerId("anna"), PeerId("bea"), PeerId("carl")
 COLUMNS = CONFIG.model.num_experts
+MOMENTS = Moments(3, np.ones(2, np.float32), np.ones(2, np.float32))
 
 
 def manifest(parent: Manifest, members: tuple[PeerId, ...], **owners: tuple[int, ...]) -> Manifest:
@@ -39,6 +42,17 @@ def manifest(parent: Manifest, members: tuple[PeerId, ...], **owners: tuple[int,
 
 
 FIRST = manifest(GENESIS, (ANNA, BEA, CARL), anna=(0, 1), bea=(2, 3), carl=(3,))
+
+
+def test_moments_are_fetched_also_on_a_machine_that_has_slept() -> None:
+    """The network's clock has gone on meanwhile, and the time by which an answer must be there is not by that one."""
+
+    async def answer(holder: PeerId, head: Hash, column: int) -> Moments:
+        return MOMENTS
+
+    slept = SimpleNamespace(now=lambda: time.monotonic() + 600.0)
+    connection: Any = SimpleNamespace(_node=SimpleNamespace(clock=slept), _moments_of=answer, _await=asyncio.run)
+    assert Connection.fetch_moments(connection, BEA, manifest_hash(FIRST), 0, time.monotonic() + 60.0) is MOMENTS
 
 
 class Side:

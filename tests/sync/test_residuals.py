@@ -207,6 +207,17 @@ def test_what_a_reducer_left_out_waits_while_others_hand_the_tile_out(tmp_path: 
     assert story.kept(0) == (None, 0.25, None)
 
 
+def test_a_sole_owner_is_ahead_no_more_where_another_hands_its_column_out(tmp_path: Path) -> None:
+    """What it had contributed was its own value, with all that it was ahead."""
+    story = Story(tmp_path)
+    story.stage("handed", 1, 1)
+    story.follow(story.slice(1, A))
+    assert story.kept(1) == (None, None, 1)
+    story.stage("sent", 1, 0.5)
+    story.follow(story.slice(1, B, A))
+    assert story.kept(1) == (0.5, None, None)
+
+
 def test_what_a_reducer_left_out_is_not_handed_out_twice(tmp_path: Path) -> None:
     """Its mean had it, though what that one left out is not here: a crash came between."""
     story = Story(tmp_path)
