@@ -1,7 +1,7 @@
 """The flight recorder: all that went into a peer's state machine of late, so that an incident can be played again.
 
-Two files of bounded size that take turns. Each begins with the `State` at that moment; then come the
-events, one frame each, with a digest of what was decided. They hold addresses of nobody, peer ids of everybody, and no
+Two files that take turns. Each begins with the `State` at that moment; then come events up to a size, one
+frame each, with a digest of what was decided. They hold addresses of nobody, peer ids of everybody, and no
 values or data. A frame that was cut off by a crash is left out. `replay` handles them again.
 """
 
@@ -53,7 +53,8 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
-MAX_FILE_BYTES = 4 * 2**20
+MAX_EVENT_BYTES = 4 * 2**20
+"""Events of one file. The state before them does not count: a larger one would be written anew at each event."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"
 _BEGIN = "begin 4"
 _EVENTS: dict[str, type[on.Event]] = {kind.__name__: kind for kind in get_args(on.Event)}
@@ -69,14 +70,14 @@ class FlightRecorder:
         self,
         folder: Path,
         info: RunInfo,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        max_event_bytes: int = MAX_EVENT_BYTES,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._newest = str(folder / NEWEST)
         self._info = info
-        self._max_file_bytes, self._say = max_file_bytes, say
+        self._max_event_bytes, self._say = max_event_bytes, say
         self._size = 0
         self.failed: Exception | None = None
         """Why nothing is recorded any more: a full disk, say. The peer goes on without."""
@@ -91,7 +92,7 @@ class FlightRecorder:
         if self.failed is not None:
             return
         self._write(lambda: [type(event).__name__, pack(event), now, _digest(decided)])
-        if self._size > self._max_file_bytes:
+        if self._size > self._max_event_bytes:
             self._begin()
 
     def _begin(self) -> None:
@@ -104,8 +105,8 @@ class FlightRecorder:
         except OSError as error:
             self._stop(error)
             return
-        self._size = 0
         self._write(lambda: [_BEGIN, pack(self._info), self._core.me, self._core.state])
+        self._size = 0
 
     def _write(self, frame: Callable[[], list[Any]]) -> None:
         """Whatever goes wrong here ends the recording, not the peer."""

@@ -22,7 +22,16 @@ from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
-from spes_p2p.sync.recorder import _CLASSES, BEFORE, NEWEST, NOT_KEPT, FlightRecorder, load_recording, replay
+from spes_p2p.sync.recorder import (
+    _CLASSES,
+    BEFORE,
+    NEWEST,
+    NOT_KEPT,
+    FlightRecorder,
+    load_recording,
+    pack_plain,
+    replay,
+)
 from spes_p2p.testing.attackers.leaders import machine_with
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.consensus import planted
@@ -30,14 +39,14 @@ from tests.sync.swarm_cases import in_swarm, small_config
 from tests.sync.test_trials import Judge
 
 
-def record(folder: Path, target: Path, max_file_bytes: int = 2**22) -> MemorySwarm:
+def record(folder: Path, target: Path, max_event_bytes: int = 2**22) -> MemorySwarm:
     """Three peers for a few rounds, then the leader is killed; what another went through is in `target`."""
     seen: list[MemorySwarm] = []
 
     async def play(swarm: MemorySwarm) -> None:
         seen.append(swarm)
         await swarm.start(["a", "b", "c"])
-        recorder, told = FlightRecorder(target, swarm.info, max_file_bytes), swarm.peers[PeerId("b")]
+        recorder, told = FlightRecorder(target, swarm.info, max_event_bytes), swarm.peers[PeerId("b")]
         recorder.attach(told.driver.core)
         await swarm.until_round(3)
         while (leader := leader_of(told)) == told.name:
@@ -147,10 +156,10 @@ def test_another_state_machine_decides_otherwise(folder: Path, tmp_path: Path) -
 
 
 def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Path) -> None:
-    swarm = record(folder, tmp_path / "flight", max_file_bytes=60_000)
+    swarm = record(folder, tmp_path / "flight", max_event_bytes=50_000)
     newest, before = tmp_path / "flight" / NEWEST, tmp_path / "flight" / BEFORE
     assert 0 < newest.stat().st_size < 100_000
-    assert 60_000 <= before.stat().st_size < 100_000
+    assert 50_000 <= before.stat().st_size < 100_000
     assert all(step.same for step in replay(load_recording(before), swarm.rules))
     whole = load_recording(newest)
     newest.write_bytes(newest.read_bytes()[:-3])
@@ -160,6 +169,13 @@ def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Pa
     with pytest.raises(StateError, match="is not a recording"):
         load_recording(newest)
     assert whole.me == "b"
+
+
+def test_a_state_above_the_limit_is_not_written_again_at_each_event(folder: Path, tmp_path: Path) -> None:
+    record(folder, tmp_path / "flight", max_event_bytes=5_000)
+    before = load_recording(tmp_path / "flight" / BEFORE)
+    assert len(pack_plain(before.state)) > 5_000
+    assert len(before.frames) > 1
 
 
 def test_where_it_cannot_write_it_says_so_once_and_the_peer_goes_on(folder: Path, tmp_path: Path) -> None:
