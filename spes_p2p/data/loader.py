@@ -269,6 +269,22 @@ def leased_tokens(
     """
     reader = _Reader(dataset, config)
     numbers = _order(dataset, reader.sequences, config, RUN_STREAM).sequences_at(positions)
+    return _tokens_here(reader, numbers, positions, most_bytes)
+
+
+def held_out_tokens(dataset: AnyDataset, config: Config, max_sequences: int) -> NDArray[np.int64]:
+    """The tokens [B, S] of `held_out_batches` that give a loss, for threads other than the one that trains.
+
+    Raises DataNotReady where data that comes from others is not here.
+    """
+    reader = _Reader(dataset, config)
+    chosen = _held_out(reader.sequences, max_sequences)
+    return _tokens_here(reader, chosen, chosen, most_bytes=0)
+
+
+def _tokens_here(
+    reader: _Reader, numbers: NDArray[np.int64], positions: NDArray[np.int64], most_bytes: int
+) -> NDArray[np.int64]:
     if not reader.sequences.ask(numbers, most_bytes):
         raise DataNotReady(f"{len(numbers)} sequences have not arrived yet")
     batch = reader.batch(numbers, positions)

@@ -25,7 +25,7 @@ from torch import Tensor
 from spes_p2p.config.schema import Config, ModelConfig
 from spes_p2p.consensus.probation import MOST_POSITIONS
 from spes_p2p.consensus.weights import FEWEST
-from spes_p2p.data.loader import AnyDataset, held_out_batches
+from spes_p2p.data.loader import AnyDataset, held_out_tokens
 from spes_p2p.errors import DataNotReady
 from spes_p2p.experts.stores import PARTS, Part
 from spes_p2p.interop.hf import place_table
@@ -101,12 +101,11 @@ class HeldOutJudge:
 
     def _held_out(self) -> Tensor:
         """The sequences [B, S] that all try columns on, without those that give no loss; none before they came."""
-        batches = held_out_batches(self._dataset, self._config, self._config.sync.trial_sequences, lambda: True)
         try:
-            found = [batch.tokens[batch.loss_mask, :MOST_POSITIONS] for batch in batches]
+            found = held_out_tokens(self._dataset, self._config, self._config.sync.trial_sequences)
         except DataNotReady:
-            found = []
-        return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.long)
+            return torch.empty(0, dtype=torch.long)
+        return torch.from_numpy(found[:, :MOST_POSITIONS])
 
 
 def rises(by: Samples, least: float) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.data.feed import PATIENCE_SECONDS, Feed, PieceDataset
-from spes_p2p.data.loader import LeasedLoader, held_out_batches, leased_tokens, need_held_out
+from spes_p2p.data.loader import LeasedLoader, held_out_batches, held_out_tokens, leased_tokens, need_held_out
 from spes_p2p.errors import DataNotReady
 from tests.data.conftest import tiny_config
 from tests.data.piece_makers import hand_over, make_dataset, make_feed, make_pieces
@@ -62,6 +62,7 @@ def test_held_out_sequences_come_first_and_stay(tmp_path: Path) -> None:
     hand_over(pieces, feed)
     there = [batch.tokens.tolist() for batch in held_out_batches(make_dataset(tmp_path), CONFIG, 2)]
     assert [batch.tokens.tolist() for batch in held_out_batches(dataset, CONFIG, 2, at_once)] == there
+    assert [held_out_tokens(dataset, CONFIG, 2).tolist()] == there
 
 
 def test_held_out_sequences_of_evaluations_and_of_trials_stay(tmp_path: Path) -> None:
@@ -74,6 +75,20 @@ def test_held_out_sequences_of_evaluations_and_of_trials_stay(tmp_path: Path) ->
         assert sum(len(batch.tokens) for batch in held_out_batches(dataset, CONFIG, number, at_once)) == number
     need_held_out(dataset, CONFIG, 0, 0)
     assert not feed.missing(100).pieces
+
+
+def test_who_reads_held_out_text_beside_training_takes_nothing_from_what_is_trained_next(tmp_path: Path) -> None:
+    pieces = make_pieces(tmp_path)
+    feed, _ = make_feed(tmp_path / "cache", pieces)
+    dataset, there = PieceDataset(feed), LeasedLoader(make_dataset(tmp_path), CONFIG, ((0, 8),))
+    loader = LeasedLoader(dataset, CONFIG, ((0, 8),))
+    with files_at_most(0):  # the disk is full: what is read next is in memory alone
+        assert not loader.wait_for_data(2, at_once)
+        assert loader.wait_for_data(2, fed(pieces, feed))
+        with pytest.raises(DataNotReady):
+            held_out_tokens(dataset, CONFIG, 2)
+        assert not feed.missing(100).urgent
+        assert np.array_equal(loader.next_batch(2).tokens, there.next_batch(2).tokens)
 
 
 def test_what_training_waits_for_is_first_and_the_wait_ends_when_it_has_come(tmp_path: Path) -> None:
