@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,19 +158,26 @@ async def _serve(options: BootstrapOptions, run: _Found | None, say: Say, ready:
     network = await _open(options)
     try:
         check_dialable(network)
-        if options.mirror is not None:
-            await _mirror(options, options.mirror, network, say, ready)
-        elif run is None:
-            say(f"DHT node at {' '.join(network.transport.addresses)}")
-            me, look = network.signer.peer_id, partial(state_of_node, network.transport)
-            async with measuring(options.metrics_port, options.metrics_host, "", me, look, say):
-                await network.keep_alive(say)
-        else:
-            dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
-            info = describe_run(run.config, dataset, network.signer.peer_id)
-            await RunNode(options, run, info, network, say).serve(ready)
+        # from the first moment on: what a node makes or fetches before it serves may take hours
+        await _first_failure(network.keep_alive(say), _serve_on(network, options, run, say, ready))
     finally:
         await network.close()
+
+
+async def _serve_on(
+    network: HivemindNetwork, options: BootstrapOptions, run: _Found | None, say: Say, ready: Callable[[str], None]
+) -> None:
+    if options.mirror is not None:
+        await _mirror(options, options.mirror, network, say, ready)
+    elif run is None:
+        say(f"DHT node at {' '.join(network.transport.addresses)}")
+        me, look = network.signer.peer_id, partial(state_of_node, network.transport)
+        async with measuring(options.metrics_port, options.metrics_host, "", me, look, say):
+            await asyncio.Event().wait()
+    else:
+        dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
+        info = describe_run(run.config, dataset, network.signer.peer_id)
+        await RunNode(options, run, info, network, say).serve(ready)
 
 
 async def _mirror(
@@ -325,7 +332,7 @@ class RunNode:
     def _chores(self, store: StateStore) -> list[Coroutine[Any, Any, None]]:
         """What never ends well."""
         transport, announcer = self._network.transport, self._announcer
-        chores = [self._report_commits(), self._network.keep_alive(self._say)]
+        chores = [self._report_commits()]
         if self._me == self._info.organiser and self._config.swarm.electors == "vouched":
             chores.append(self._admit())
         if self._remote is not None:
@@ -431,9 +438,9 @@ def _held(data: PieceSource | None) -> int:
     return data.held if data is not None else 0
 
 
-async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:
-    """Runs all of `work`, which never ends well, until one fails or `trouble` does."""
-    tasks = [asyncio.ensure_future(one) for one in (trouble, *work)]
+async def _first_failure(*work: Awaitable[None]) -> None:
+    """Awaits all of `work`, which never ends well, until one fails."""
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

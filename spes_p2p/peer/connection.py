@@ -88,6 +88,9 @@ class Connection:
         """What is ended by `close`, the newest first."""
         self._ends.push_async_callback(network.close)
         self._ends.push_async_callback(self.data.close)
+        self._ends.push_async_callback(self._beside.stop)
+        # from the first moment on: the run may begin in days
+        self._beside.spawn(network.keep_alive(lambda text: gate.notice(Notice("network", text))))
         self._announcer: Announcer | None = None
         self._driver: Driver | None = None
         self._disk: Disk | None = None
@@ -245,10 +248,9 @@ class Connection:
         )  # fmt: skip
         ends.push_async_callback(watch.stop)
         await watch.start()
-        ends.push_async_callback(self._beside.stop)
+        ends.push_async_callback(self._beside.stop)  # before the driver, whom it asks
         self.wishes.begin()  # it may have been paused meanwhile
         self._beside.spawn(self.wishes.look_around(run.heartbeat_seconds))
-        self._beside.spawn(self._network.keep_alive(lambda text: self.gate.notice(Notice("network", text))))
         return disk.tip
 
     def _first_intent(self, columns_that_fit: int) -> Intent:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from spes_p2p.errors import DaemonEnded
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.errors import DaemonEnded, Stopped
+from spes_p2p.peer import bootstrap
+from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
+from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.options import NetworkOptions, PeerOptions
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
+from spes_p2p.sync.trainer_bridge import TrainerBridge
+from tests.swarm.micro import MICRO
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -148,3 +158,73 @@ def test_a_broken_connection_of_a_library_is_no_traceback_and_a_bug_is_one(
         thread.run(scenario())
         gc.collect()
     assert len(caplog.records) == told
+
+
+def run_of_nine(folder: Path) -> BootstrapOptions:
+    """A node whose run does not begin."""
+    overrides = (*MICRO, "data.source=local", "swarm.min_peers=9")
+    return BootstrapOptions(NetworkOptions((), LOOPBACK), folder, Path("tiny"), overrides=overrides)
+
+
+def test_a_peer_that_waits_for_its_run_to_begin_gets_another_daemon(tmp_path: Path) -> None:
+    ready, waits, replaced = threading.Event(), threading.Event(), threading.Event()
+    addresses = list[str]()
+
+    def on_ready(command: str) -> None:
+        addresses.append(command.split("--initial-peers ")[1].split()[0])
+        ready.set()
+
+    def say(text: str) -> None:
+        if "waiting for others" in text:
+            waits.set()
+
+    def enter(connection: Connection) -> None:
+        with pytest.raises(Stopped):
+            connection.enter()
+
+    def note(notice: Notice) -> None:
+        if notice.kind == "network":
+            replaced.set()
+
+    with NetworkThread() as thread, NetworkThread() as other:
+        stop, gate = asyncio.Event(), TrainerBridge(on_notice=note)
+        serving = other.submit(serve_until(stop, run_of_nine(tmp_path / "node"), lambda text: None, on_ready))
+        assert ready.wait(WAIT_SECONDS)
+        options = PeerOptions(NetworkOptions(tuple(addresses), LOOPBACK), tmp_path / "peer")
+        with contextlib.closing(Connection.open(thread, options, gate, say)) as connection:
+            entering = threading.Thread(target=enter, args=(connection,))
+            entering.start()
+            assert waits.wait(WAIT_SECONDS)
+            os.kill(connection._network.daemon.pid, signal.SIGKILL)
+            is_replaced = replaced.wait(WAIT_SECONDS)
+            gate.stop()
+            entering.join()
+        assert is_replaced
+        other.loop.call_soon_threadsafe(stop.set)
+        serving.result()
+
+
+def test_a_node_that_does_not_serve_yet_gets_another_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemons: Daemons
+) -> None:
+    """It may have terabytes to fetch before."""
+    opens, replaced, stop = threading.Event(), threading.Event(), asyncio.Event()
+
+    async def open_for_ever(*arguments: Any) -> None:
+        opens.set()
+        await asyncio.Event().wait()
+
+    def say(text: str) -> None:
+        if "has replaced it" in text:
+            replaced.set()
+
+    monkeypatch.setattr(bootstrap.RunNode, "_open", open_for_ever)
+    with NetworkThread() as thread:
+        serving = thread.submit(serve_until(stop, run_of_nine(tmp_path), say))
+        assert opens.wait(WAIT_SECONDS)
+        for daemon in daemons():
+            daemon.kill()
+        is_replaced = replaced.wait(WAIT_SECONDS)
+        thread.loop.call_soon_threadsafe(stop.set)
+        serving.result()
+    assert is_replaced
