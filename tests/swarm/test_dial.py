@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+from typing import Any
+
 import pytest
 
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend.dial import AddressBook, parse_address
+from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.swarm.hivemind_backend.dial import AddressBook, Dialled, dial_all, parse_address
 
 PEER = PeerId("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64")
 OTHER = "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd"
@@ -73,3 +79,30 @@ def test_addresses_at_relays_are_not_learnt() -> None:
     book = AddressBook()
     book.learn(PEER, [f"{PUBLIC}/p2p/{OTHER}/p2p-circuit/p2p/{PEER}", f"{HOME}/p2p/{OTHER}/p2p/{PEER}", LOCAL])
     assert [address.text for address in book.known(PEER)] == [LOCAL]
+
+
+def test_names_that_nobody_resolves_keep_no_thread_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has a record in the DHT names what it likes, and everybody dials it."""
+    asked, over = threading.Event(), threading.Event()
+
+    def resolve(*arguments: Any, **hints: Any) -> Any:
+        asked.set()
+        over.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    async def scenario() -> list[Dialled]:
+        book = AddressBook()
+        book.learn(PEER, [f"/dns4/node{number}.example/tcp/1" for number in range(16)])
+        dialling = asyncio.create_task(dial_all([*book.plain(PEER)] * 4))
+        await asyncio.to_thread(asked.wait)
+        async with asyncio.timeout(30.0):
+            await asyncio.to_thread(lambda: None)
+        over.set()
+        return await dialling
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        with NetworkThread() as thread:
+            assert set(thread.run(scenario())) <= {Dialled.SILENT, Dialled.UNREACHABLE}
+    finally:
+        over.set()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from asyncio.subprocess import Process
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
@@ -22,6 +24,8 @@ from spes_p2p.parent import ending_with_us
 T = TypeVar("T")
 _BROKEN = (ConnectionError, asyncio.IncompleteReadError, P2PDaemonError, P2PHandlerError)
 _STOP_SECONDS = 10.0
+_LOOKUPS = 8
+"""Names that are looked up at a time."""
 
 
 class NetworkLoop(asyncio.SelectorEventLoop):
@@ -36,6 +40,16 @@ class NetworkLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self.starting: set[asyncio.Future[Any]] = set()
         """Processes being started. Do not cancel them: a bug of asyncio would make that wait for ever."""
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, "names")
+
+    async def getaddrinfo(self, host: Any, port: Any, **hints: Any) -> Any:
+        """In threads of its own: the servers of names that strangers announce may not answer, and the run's work on
+        the disk waits for the loop's few threads."""
+        return await self.run_in_executor(self._lookups, partial(socket.getaddrinfo, host, port, **hints))
+
+    def close(self) -> None:
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        super().close()
 
     async def subprocess_exec(self, protocol_factory: Any, program: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("preexec_fn", ending_with_us(signal.SIGKILL))
