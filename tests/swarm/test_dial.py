@@ -11,7 +11,7 @@ import pytest
 
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend import NetworkThread
-from spes_p2p.swarm.hivemind_backend.dial import AddressBook, Dialled, dial_all, parse_address
+from spes_p2p.swarm.hivemind_backend.dial import MOST_PEERS, AddressBook, Dialled, dial_all, parse_address
 
 PEER = PeerId("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64")
 OTHER = "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd"
@@ -79,6 +79,22 @@ def test_addresses_at_relays_are_not_learnt() -> None:
     book = AddressBook()
     book.learn(PEER, [f"{PUBLIC}/p2p/{OTHER}/p2p-circuit/p2p/{PEER}", f"{HOME}/p2p/{OTHER}/p2p/{PEER}", LOCAL])
     assert [address.text for address in book.known(PEER)] == [LOCAL]
+
+
+def test_peers_that_are_heard_of_no_more_are_forgotten() -> None:
+    """Anybody can make ids, and write a record for each."""
+    book, many = AddressBook(), [PeerId(f"peer{number}") for number in range(MOST_PEERS)]
+    for peer in (PEER, *many[1:], PEER):
+        book.learn(peer, [LOCAL])
+        book.met(peer, [("127.0.0.1", 1)])
+    book.learn(many[0], [HOME])
+    book.met(many[0], [("192.168.1.7", 1)])
+    assert book.known(PEER)
+    assert book.evidence(PEER)
+    assert not book.known(many[1])
+    assert not book.evidence(many[1])
+    assert book.texts(lambda peer: peer == PEER)[:2] == [f"{LOCAL}/p2p/{PEER}", f"{HOME}/p2p/{many[0]}"]
+    assert len(book.texts(lambda peer: False)) == MOST_PEERS
 
 
 def test_names_that_nobody_resolves_keep_no_thread_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
@@ -18,7 +18,15 @@ from spes_p2p.errors import NetworkError, PeerClosed, PeerRefused, PeerSilent, R
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm import calls
 from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE, Daemon
-from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, dial_all, parse_address, said_of
+from spes_p2p.swarm.hivemind_backend.dial import (
+    MOST_PEERS,
+    Address,
+    AddressBook,
+    Dialled,
+    dial_all,
+    parse_address,
+    said_of,
+)
 
 _BACKOFF_PAUSE_SECONDS = 0.5
 _AFTERTHOUGHT_SECONDS = 0.5
@@ -55,7 +63,7 @@ class Connections:
         self.book = AddressBook()
         """Where other peers may be dialled, as far as we know."""
         self._connected: set[PeerId] = set()
-        self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._dialling: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
 
     def forget(self) -> None:
         """Nobody is connected yet."""
@@ -115,7 +123,7 @@ class Connections:
             await self._connect(peer)
 
     async def _connect(self, peer: PeerId) -> None:
-        async with self._dialling[peer]:
+        async with self._dialling.setdefault(peer, asyncio.Lock()):
             if peer in self._connected or await self._is_connected(peer):
                 return
             plain = self.book.plain(peer)
@@ -153,6 +161,8 @@ class Connections:
     def heard(self, peer: PeerId) -> None:
         """It has spoken with us just now."""
         if peer not in self._connected:
+            if len(self._connected) >= MOST_PEERS:  # strangers that came and went; the daemon knows who is there
+                self._connected.clear()
             self._connected.add(peer)
             self._background.spawn(self._note_place(peer))
 

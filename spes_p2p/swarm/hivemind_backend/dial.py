@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import enum
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import LISTING, MAX_ADDRESSES
 
+T = TypeVar("T")
 PROBE_SECONDS = 2.0
+MOST_PEERS = 4096
+"""Whose addresses are remembered; those not heard of for longest are forgotten first, since ids cost nothing."""
 _THROUGH_OTHERS = {"p2p", "p2p-circuit"}
 """Parts of an address that leads over another peer: a relay, which this network has none of."""
 
@@ -111,18 +115,20 @@ class AddressBook:
         parsed = (_parsed(text) for text in list(addresses)[:MAX_ADDRESSES] if not is_listing(text))
         known = tuple(address for address in parsed if address is not None and address.peer in (None, peer))
         if known:
-            self._known[peer] = known
+            _remember(self._known, peer, known)
 
     def met(self, peer: PeerId, places: Iterable[tuple[str, int]]) -> None:
         """An authenticated connection to `peer` was open at these hosts and ports."""
-        self._met[peer] = self._met.get(peer, frozenset()) | frozenset(places)
+        _remember(self._met, peer, self._met.get(peer, frozenset()) | frozenset(places))
 
     def known(self, peer: PeerId) -> tuple[Address, ...]:
         return self._known.get(peer, ())
 
-    def texts(self) -> list[str]:
-        """All known addresses of all peers, whole."""
-        return [f"{address.text}/p2p/{peer}" for peer, known in self._known.items() for address in known]
+    def texts(self, goes_first: Callable[[PeerId], bool]) -> list[str]:
+        """All known addresses, whole: of peers that go first, then of those heard of last."""
+        peers = list(reversed(self._known))
+        peers.sort(key=lambda peer: not goes_first(peer))
+        return [f"{address.text}/p2p/{peer}" for peer in peers for address in self._known[peer]]
 
     def plain(self, peer: PeerId) -> tuple[Address, ...]:
         return tuple(address for address in self.known(peer) if address.host)
@@ -139,6 +145,13 @@ class AddressBook:
             return tuple(address for address in plain if (address.host, address.port) in met)
         public = tuple(address for address in plain if _is_public(address.host))
         return public or (plain if all(_is_loopback(address.host) for address in plain) else ())
+
+
+def _remember(found: dict[PeerId, T], peer: PeerId, what: T) -> None:
+    found.pop(peer, None)
+    found[peer] = what  # the newest last
+    if len(found) > MOST_PEERS:
+        del found[next(iter(found))]
 
 
 def said_of(address: Address, words: str) -> str:

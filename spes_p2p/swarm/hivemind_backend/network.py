@@ -229,7 +229,8 @@ class HivemindNetwork:
             self._options["host_maddrs"] = _where_it_was(self._options["host_maddrs"], self.transport.addresses)
         await self._start_daemon()
         await self._attach()
-        known = list(dict.fromkeys((*self.transport.connections.book.texts()[:_MOST_ASKED], *self._initial_peers)))
+        addresses = self.transport.connections.book.texts(self.transport.is_member)
+        known = list(dict.fromkeys((*addresses[:_MOST_ASKED], *self._initial_peers)))
         reached: list[Reached] = []
         with contextlib.suppress(NetworkError):
             reached = await self._meet(known, self._quiet)
