@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,8 @@ class RemoteArchive:
         """`upload` and `download` wait until so many bytes may be moved."""
         self._folder, self._run, self._check, self._say = folder, run, check, say
         self._upload, self._download = upload, download
+        self._threads = ThreadPoolExecutor(AT_ONCE, "archive")
+        """Apart from the few of the loop, which the run's own work needs: storage may take minutes to answer."""
         self._pointer: bytes | None = None
         """What `newest` says, as far as this node knows."""
         self._kept: _Kept | None = None
@@ -109,7 +112,7 @@ class RemoteArchive:
             return
         for names in _parts(kept.line[chain.length :], 8 * AT_ONCE):
             commits = await _each([self._commit(name) for name in names])
-            await asyncio.to_thread(self._append, chain, commits)
+            await self._in_thread(self._append, chain, commits)
         if known < len(kept.line):
             self._say(f"took over the certificates up to round {kept.round} from {self._folder.url}")
         await self._restore_renewals(renewals)
@@ -127,7 +130,7 @@ class RemoteArchive:
         staging = store.stage(kept.round, None)
         try:
             await self._fill(store, staging, kept)
-            await asyncio.to_thread(staging.finish)
+            await self._in_thread(staging.finish)
             if staging.finished is None or staging.finished.root != chain.commit(kept.round).manifest.state_root:
                 raise StateError(f"the state of round {kept.round} is not the one that was committed")
         except StateError as error:
@@ -138,7 +141,7 @@ class RemoteArchive:
 
     async def _fill(self, store: StateStore, staging: Staging, kept: _Kept) -> None:
         wanted = dict(enumerate(kept.tiles))
-        await asyncio.to_thread(lambda: [staging.write_state(*tile) for tile in store.recall(wanted)])
+        await self._in_thread(lambda: [staging.write_state(*tile) for tile in store.recall(wanted)])
         while missing := [at for at in wanted if not staging.has(at)]:
             try:
                 for some in _parts(missing, AT_ONCE):
@@ -148,14 +151,14 @@ class RemoteArchive:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _fetch(self, staging: Staging, tile_id: int, name: Hash) -> None:
-        data = await asyncio.to_thread(self._folder.read, _tile(name))
+        data = await self._in_thread(self._folder.read, _tile(name))
         if data is None or hash_tile(data) != name:
             raise StateError(f"{_tile(name)} is {'missing' if data is None else 'not what its name says'}")
-        await asyncio.to_thread(staging.write_state, tile_id, data, name)
+        await self._in_thread(staging.write_state, tile_id, data, name)
         await self._download(len(data))
 
     async def _commit(self, name: Hash) -> Commit:
-        data = await asyncio.to_thread(self._folder.read, _commit(name))
+        data = await self._in_thread(self._folder.read, _commit(name))
         if data is None:
             raise NetworkError(f"{self._folder.url} has no {_commit(name)}", fix=CHECK_FIX)
         try:
@@ -172,11 +175,11 @@ class RemoteArchive:
             chain.append(commit)
 
     async def _restore_renewals(self, folder: Path) -> None:
-        for name in await asyncio.to_thread(self._folder.sizes):
+        for name in await self._in_thread(self._folder.sizes):
             if not name.startswith(f"{RENEWALS}/") or name.endswith(PARTIAL):
                 continue
             path = folder / name.rpartition("/")[2]
-            data = await asyncio.to_thread(self._folder.read, name)
+            data = await self._in_thread(self._folder.read, name)
             if data is not None and not path.exists():
                 folder.mkdir(exist_ok=True)
                 write_whole(path, data)
@@ -202,14 +205,14 @@ class RemoteArchive:
             await asyncio.sleep(pause)
 
     async def _put(self, manifest: Manifest, chain: Chain, version: Version) -> None:
-        line = await asyncio.to_thread(self._line_to, manifest, chain)
+        line = await self._in_thread(self._line_to, manifest, chain)
         known = self._kept.line if self._kept is not None else ()
         if line[-1] in known and self._has_compared:
             return  # as new as ours, or newer
-        there = await asyncio.to_thread(self._folder.sizes)  # storage that is no object store may keep part of a file
-        absent = await asyncio.to_thread(_other_commits, line, chain, there)
+        there = await self._in_thread(self._folder.sizes)  # storage that is no object store may keep part of a file
+        absent = await self._in_thread(_other_commits, line, chain, there)
         for some_commits in _parts(absent, AT_ONCE):
-            await _each([asyncio.to_thread(self._put_commit, chain, at, name) for at, name in some_commits])
+            await _each([self._in_thread(self._put_commit, chain, at, name) for at, name in some_commits])
         if line[-1] in known[:-1]:
             self._has_compared = True
             return
@@ -217,12 +220,12 @@ class RemoteArchive:
         missing = [name for name in tiles if there.get(_tile(name)) != len(version.tile(tiles[name]))]
         for some in _parts(missing, AT_ONCE):
             await _each([self._put_tile(version, tiles[name], name) for name in some])
-        await asyncio.to_thread(self._folder.write, "run.yaml", self._run.info.config.encode())
+        await self._in_thread(self._folder.write, "run.yaml", self._run.info.config.encode())
         kept = _Kept(line, version.tile_hashes)
-        await asyncio.to_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
+        await self._in_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
         await self._check_there(tiles)
         await self._refuse_others()
-        await asyncio.to_thread(self._folder.write, NEWEST, kept.head.hex().encode())
+        await self._in_thread(self._folder.write, NEWEST, kept.head.hex().encode())
         self._pointer, self._kept, self._said = kept.head.hex().encode(), kept, ""
         self._has_compared = True
         self._say(f"the state of round {kept.round} is at {self._folder.url}")
@@ -233,38 +236,38 @@ class RemoteArchive:
         wanted = {_state(kept.head), *map(_tile, kept.tiles)}
         old = [
             name
-            for name in await asyncio.to_thread(self._folder.sizes)
+            for name in await self._in_thread(self._folder.sizes)
             if (name.startswith(("tiles/", "states/")) and name not in wanted) or name.endswith(PARTIAL)
         ]
         for some in _parts(old, 8 * AT_ONCE):
             await self._refuse_others()
-            await _each([asyncio.to_thread(self._folder.remove, name) for name in some])
+            await _each([self._in_thread(self._folder.remove, name) for name in some])
 
     async def _refuse_others(self) -> None:
         """Raises PermanentError where `newest` is not what this node knows of it: somebody else writes there, too."""
-        if await asyncio.to_thread(self._folder.read, NEWEST) != self._pointer:
+        if await self._in_thread(self._folder.read, NEWEST) != self._pointer:
             raise PermanentError(f"another node writes to {self._folder.url}", fix="give each node a URL of its own")
 
     async def _check_there(self, tiles: Iterable[Hash]) -> None:
         """Raises PermanentError where a tile that was there is gone: what is announced next must be whole."""
         self._folder.forget()
-        there = await asyncio.to_thread(self._folder.sizes)
+        there = await self._in_thread(self._folder.sizes)
         if gone := [name for name in tiles if _tile(name) not in there]:
             raise PermanentError(
                 f"somebody has removed {len(gone)} files at {self._folder.url}", fix="give each node a URL of its own"
             )
 
     async def _put_renewals(self, folder: Path) -> None:
-        there = await asyncio.to_thread(self._folder.sizes)
+        there = await self._in_thread(self._folder.sizes)
         for path in sorted(folder.glob("*")) if folder.is_dir() else []:
             name = f"{RENEWALS}/{path.name}"
             if path.suffix != PARTIAL and there.get(name) != path.stat().st_size:
-                await asyncio.to_thread(self._folder.write, name, path.read_bytes())
+                await self._in_thread(self._folder.write, name, path.read_bytes())
 
     async def _put_tile(self, version: Version, tile_id: int, name: Hash) -> None:
-        data = await asyncio.to_thread(lambda: bytes(version.sound_tile(tile_id)))
+        data = await self._in_thread(lambda: bytes(version.sound_tile(tile_id)))
         await self._upload(len(data))
-        await asyncio.to_thread(self._folder.write, _tile(name), data)
+        await self._in_thread(self._folder.write, _tile(name), data)
 
     def _put_commit(self, chain: Chain, round: int, name: Hash) -> None:
         commit = chain.commit(round)
@@ -283,18 +286,21 @@ class RemoteArchive:
 
     # ---------------------------------------------------------------- both
 
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
+
     async def _look(self, chain: Chain) -> None:
         """Learns, once, which state is there. None where that is damaged, but all that is there is of our chain."""
         if self._has_looked:
             return
         newest = chain.newest
-        pointer = await asyncio.to_thread(self._folder.read, NEWEST)
+        pointer = await self._in_thread(self._folder.read, NEWEST)
         kept = None
         try:
             kept = await self._state_of(_name_in(pointer)) if pointer is not None else None
         except RemoteProtocolError as error:
-            there = await asyncio.to_thread(self._folder.sizes)
-            if newest is None or not _is_of(await asyncio.to_thread(self._line_to, newest.manifest, chain), there):
+            there = await self._in_thread(self._folder.sizes)
+            if newest is None or not _is_of(await self._in_thread(self._line_to, newest.manifest, chain), there):
                 raise
             self._say_once(f"{error}; this node writes it again")
         if kept is not None and not chain.has(kept.line[0], 0):
@@ -310,7 +316,7 @@ class RemoteArchive:
         self._pointer, self._kept, self._has_looked = pointer, kept, True
 
     async def _state_of(self, head: Hash) -> _Kept:
-        data = await asyncio.to_thread(self._folder.read, _state(head))
+        data = await self._in_thread(self._folder.read, _state(head))
         hashes = split_hashes(data or b"")
         line, tiles = hashes[: -len(self._run.layout.tiles)], hashes[-len(self._run.layout.tiles) :]
         if not line or line[-1] != head:

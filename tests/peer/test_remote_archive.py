@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.remote_archive import RemoteArchive
 from spes_p2p.peer.remote_folder import RemoteFolder
@@ -142,6 +143,31 @@ def test_what_is_there_is_the_newest_state_and_nothing_of_older_ones(folder: Pat
         assert len([name for name in names if name.startswith("commits/")]) == newest.round + 1
 
     with_archive(folder, play, CONFIG)
+
+
+def test_storage_that_does_not_answer_keeps_no_thread_from_the_run(tmp_path: Path) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    class Silent(RemoteFolder):
+        def read(self, name: str) -> bytes | None:
+            asked.set()
+            over.wait()
+            return None
+
+    async def scenario() -> None:
+        run = Run(describe_run(CONFIG, NO_HASH, PeerId("organiser")), CONFIG, state_layout(CONFIG))
+        archive = RemoteArchive(Silent(URL), run, lambda *signed: True, lambda text: None, free, free)
+        names = [sha256(bytes([number])) for number in range(64)]
+        reading = asyncio.gather(*(archive._commit(name) for name in names), return_exceptions=True)
+        await asyncio.to_thread(asked.wait)
+        try:
+            async with asyncio.timeout(30.0):
+                await asyncio.to_thread(lambda: None)
+        finally:
+            over.set()
+            await reading
+
+    asyncio.run(scenario())
 
 
 class Broken(RemoteFolder):
