@@ -73,7 +73,8 @@ class History:
             raise ConfigError(
                 f"{path} was written by another version of spes-p2p", fix="choose another file with --database"
             )
-        self.put("format", FORMAT)
+        if self.get("format") is None:
+            self.put("format", FORMAT)
 
     def close(self) -> None:
         with self._lock:
@@ -83,15 +84,13 @@ class History:
     def writing(self) -> Iterator[None]:
         """A transaction: all writes of the block are kept, or none. Raises StorageFull."""
         with self._lock:
-            self._base.execute("BEGIN IMMEDIATE")
+            self.run("BEGIN IMMEDIATE")
             try:
                 yield
-                self._base.execute("COMMIT")
-            except BaseException as error:
+                self.run("COMMIT")
+            except BaseException:
                 if self._base.in_transaction:  # SQLite itself gives up some of those that failed
                     self._base.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError):
-                    raise StorageFull(f"{self.path}: {error}", fix="free some space on that disk") from error
                 raise
             self.version += 1
 
@@ -100,8 +99,12 @@ class History:
             return self._base.execute(query, arguments).fetchall()
 
     def run(self, query: str, arguments: Sequence[Any] = ()) -> None:
+        """Writes. Raises StorageFull."""
         with self._lock:
-            self._base.execute(query, arguments)
+            try:
+                self._base.execute(query, arguments)
+            except sqlite3.OperationalError as error:
+                raise StorageFull(f"{self.path}: {error}", fix="free some space on that disk") from error
 
     # ---- single values ----
 
@@ -113,15 +116,16 @@ class History:
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     def claim(self, run_id: str, fingerprint: str) -> None:
-        """Ties this file to a run. Raises ConfigError if it already belongs to another one."""
+        """Ties this file to a run. Raises ConfigError if it already belongs to another one, StorageFull."""
         kept = self.get("run")
-        if kept is not None and kept["fingerprint"] != fingerprint:
+        if kept is None:
+            self.put("run", {"run_id": run_id, "fingerprint": fingerprint})
+        elif kept["fingerprint"] != fingerprint:
             raise ConfigError(
                 f"{self.path} holds the history of run {kept['run_id']} with fingerprint "
                 f"{kept['fingerprint'][:16]}, not that of run {run_id} with {fingerprint[:16]}",
                 fix="name another file with --database",
             )
-        self.put("run", {"run_id": run_id, "fingerprint": fingerprint})
 
     # ---- what is kept ----
 

@@ -12,7 +12,7 @@ from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import KEPT_SECONDS, SLOT_SECONDS, THINNED_SLOTS, History
 from spes_p2p.dashboard.source import Look
 from spes_p2p.dashboard.web import MOST_POINTS, page_state
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, StorageFull
 from tests.dashboard.made_run import NOW, PEERS, ROUND_SECONDS, MadeSource, loss_at
 
 
@@ -49,6 +49,24 @@ def test_the_file_is_of_one_run(tmp_path: Path) -> None:
     path.write_bytes(b"this is no database at all" * 99)
     with pytest.raises(ConfigError, match="cannot be used as the dashboard's history"):
         History(path)
+
+
+def test_a_disk_that_takes_nothing_is_no_bug_and_what_is_there_stays() -> None:
+    """Whoever follows the run shows what is known, and tries again."""
+    history = History()
+    filled(history, 0, 1)
+    history.run("PRAGMA query_only = ON")
+    for what in (
+        lambda: filled(history, 2, 2),
+        lambda: history.put("head", {}),
+        lambda: Follower(history).fail("x", NOW),
+    ):
+        with pytest.raises(StorageFull, match=":memory:"):
+            what()
+    assert page_state(history, NOW)["rounds"]["round"] == [0, 1]
+    history.run("PRAGMA query_only = OFF")
+    filled(history, 2, 2)
+    assert page_state(history, NOW)["rounds"]["round"] == [0, 1, 2]
 
 
 def test_what_failed_halfway_was_never_written() -> None:
