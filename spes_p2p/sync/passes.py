@@ -15,7 +15,7 @@ from pathlib import Path
 from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.membership import MAX_VOUCHED
 from spes_p2p.consensus.messages import Sealer, Signed
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.files import NODE_FOLDER, in_folder, write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import MAX_TOKEN_BYTES
@@ -86,6 +86,8 @@ class Doorkeeper:
         self._info, self._check, self._sealer, self._path, self._waits = info, check, sealer, path, waits
         self._told = set[PeerId]()
         self._used: dict[PeerId, int] = {}
+        self._is_kept = True
+        """Whether that is on disk."""
         with contextlib.suppress(FileNotFoundError):
             lines = (line.split() for line in path.read_text().splitlines())
             self._used = {PeerId(peer): int(number) for peer, number in lines}
@@ -94,14 +96,16 @@ class Doorkeeper:
         """The organiser's next roll, for those who bring a good pass by now; no words where there is nothing new.
 
         A pass is used once a roll that is in force names its peer: another one may take the place of ours until then.
-        Raises StorageFull.
         """
         vouched = () if known.roll is None else known.roll.value.vouched
         new = self._new(known, tokens)
         used = {peer: number for peer, number in new.items() if peer in vouched}
-        if used:
-            self._used |= used
-            write_whole(self._path, "".join(f"{peer} {number}\n" for peer, number in self._used.items()).encode())
+        self._used |= used
+        self._is_kept = self._is_kept and not used
+        if not self._is_kept:
+            with contextlib.suppress(StorageFull):  # which is no reason for this node to end; it is tried again
+                write_whole(self._path, "".join(f"{peer} {number}\n" for peer, number in self._used.items()).encode())
+                self._is_kept = True
         wanted, room = sorted(new.keys() - used.keys()), MAX_VOUCHED - len(vouched)
         wanted, waiting = wanted[:room], wanted[room:]
         for peer in waiting:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.consensus.membership import MAX_VOUCHED
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId
+from spes_p2p.sync import passes
 from spes_p2p.sync.organiser_words import Words, roll
 from spes_p2p.sync.passes import Doorkeeper, Pass, full_roll_line, make_pass, read_pass
 from spes_p2p.sync.sealing import KeySealer
@@ -73,6 +74,23 @@ def test_it_is_good_once_also_after_a_restart(tmp_path: Path) -> None:
     assert keeper(tmp_path).admitted(forgotten, tokens) == Words()
     assert vouched(keeper(tmp_path).admitted(forgotten, {A: a_pass(number=6)})) == ()
     assert vouched(keeper(tmp_path).admitted(forgotten, {A: a_pass(number=8)})) == (A,)
+
+
+def test_a_full_disk_ends_no_node_and_a_used_pass_is_written_down_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*file: object) -> None:
+        raise StorageFull("no room")
+
+    tokens, desk = {A: a_pass()}, keeper(tmp_path)
+    admitted = desk.admitted(Words(), tokens)
+    forgotten = admitted.merged(roll(RUN.info, admitted, KEY, forgotten=[A]))
+    with monkeypatch.context() as full:
+        full.setattr(passes, "write_whole", write)
+        assert desk.admitted(admitted, tokens) == Words()
+        assert desk.admitted(forgotten, tokens) == Words()
+    assert desk.admitted(forgotten, tokens) == Words()
+    assert keeper(tmp_path).admitted(forgotten, tokens) == Words()
 
 
 def test_it_is_not_used_up_as_long_as_another_roll_took_the_place_of_ours(tmp_path: Path) -> None:
