@@ -75,6 +75,7 @@ def bootstrap(
 
     Example: spes-p2p bootstrap --config tiny --data shards --port 31337
     """
+    from spes_p2p.cli.output import BackgroundOutput
     from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
     from spes_p2p.peer.options import NetworkOptions, listening, meeting, parse_data_disk, parse_limit
 
@@ -95,4 +96,5 @@ def bootstrap(
         archive, init_from, serve=serve, mirror=mirrored, max_data_disk=parse_data_disk(max_data_disk),
         metrics_port=metrics_port, metrics_host=metrics_host,
     )  # fmt: skip
-    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, using the address:\n  {command}\n"))
+    with BackgroundOutput() as lines:
+        run_bootstrap(options, lines.say, lambda command: lines.say(f"\nor, using the address:\n  {command}\n"))

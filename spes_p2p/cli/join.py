@@ -207,6 +207,4 @@ def join(
         watching.say("loading PyTorch")  # seconds; what is wrong with the flags was said before
         from spes_p2p.peer.run import run_peer
 
-        last_words = run_peer(options, watching.bus, watching.say, watching.show, watching.pause)
-    if last_words:  # the screen is gone by now
-        watching.say(last_words)
+        watching.last_words = run_peer(options, watching.bus, watching.say, watching.show, watching.pause)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 
 from spes_p2p import __version__
+from spes_p2p.cli.output import BackgroundOutput
 from spes_p2p.ids import short
 from spes_p2p.observe.events import EventBus
 from spes_p2p.observe.live import LiveModel, LiveState
 from spes_p2p.observe.screen import LiveScreen, can_hear_keys
-from spes_p2p.observe.sinks import JsonStream, PlainLines
+from spes_p2p.observe.sinks import JsonStream, PlainLines, unfailing
 from spes_p2p.observe.text import to_type
 from spes_p2p.peer import stopping
 from spes_p2p.peer.pausing import PauseSwitch
@@ -29,11 +30,14 @@ class Watching:
     def __init__(self, log_format: str) -> None:
         self.bus = EventBus()
         self.pause = PauseSwitch()
+        self.last_words = ""
+        """To be said when the screen is gone."""
         self._format = log_format
+        self._output = BackgroundOutput()
         self._screen: LiveScreen | None = None
         self._json: JsonStream | None = None
         if log_format == "json":
-            self._json = JsonStream(sys.stdout)
+            self._json = JsonStream(self._output)
             self.bus.add(self._json)
 
     def say(self, text: str) -> None:
@@ -43,8 +47,7 @@ class Watching:
         elif self._screen is not None:
             self._screen.say(to_type(text))
         else:
-            sys.stdout.write(f"{to_type(text)}\n")
-            sys.stdout.flush()
+            self._output.say(to_type(text))
 
     def show(self, running: Running) -> None:
         """The peer is in: from now on it is worth looking at."""
@@ -52,8 +55,9 @@ class Watching:
             return
         console = Console()
         if self._format == "text" or not console.is_terminal or console.is_dumb_terminal:
-            self.bus.add(PlainLines(sys.stdout), with_early=True)
+            self.bus.add(PlainLines(self._output), with_early=True)
             return
+        self._output.drain()  # what was said so far stays above the screen
         hears = can_hear_keys()
         invite = to_type(f"spes-p2p invite --folder {running.output}")
         base = LiveState(__version__, running.run_id, short(running.peer), keys=hears, invite=invite)
@@ -64,13 +68,17 @@ class Watching:
         self.bus.add(self._screen, with_early=True)
 
     def __enter__(self) -> Self:
+        self._output.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         screen, self._screen = self._screen, None
         self.bus.close()
         if screen is not None:
             stopping.before_hard_end.remove(screen.abandon)
+        if self.last_words:
+            unfailing(self.say)(self.last_words)
+        self._output.__exit__(*error)
 
 
 def _leave() -> None:

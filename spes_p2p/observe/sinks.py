@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time as wall_time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.files import storing
@@ -111,15 +110,24 @@ def unfailing(say: Callable[[str], None]) -> Callable[[str], None]:
     return say_if_possible
 
 
+class TextStream(Protocol):
+    """What lines are written to."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
 class PlainLines:
     """One line of text an event, for logs and pipes."""
 
-    def __init__(self, stream: TextIO | None = None, prefix: str = "") -> None:
-        self._stream = stream if stream is not None else sys.stdout
+    def __init__(self, stream: TextStream, prefix: str = "") -> None:
+        self._stream = stream
         self._prefix = prefix
 
     def write(self, time: float, event: Event) -> None:
-        print(self._prefix + line(event), file=self._stream, flush=True)
+        self._stream.write(f"{self._prefix}{line(event)}\n")
+        self._stream.flush()
 
     def close(self) -> None:
         self._stream.flush()
@@ -128,11 +136,12 @@ class PlainLines:
 class JsonStream:
     """Writes the lines of `metrics.jsonl` to a stream, for log collectors; other text becomes a `note`."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextStream) -> None:
         self._stream = stream
 
     def write(self, time: float, event: Event) -> None:
-        print(to_json(time, event), file=self._stream, flush=True)
+        self._stream.write(f"{to_json(time, event)}\n")
+        self._stream.flush()
 
     def say(self, text: str) -> None:
         """A line for people, such as where others can dial this machine. Raises OSError."""

@@ -1,0 +1,103 @@
+"""Nobody waits for a terminal or pipe that takes nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_p2p.cli.bootstrap import bootstrap
+from spes_p2p.cli.output import MOST_WAITING, BackgroundOutput
+from spes_p2p.cli.watching import Watching
+from spes_p2p.observe.events import Note
+from spes_p2p.peer import stopping
+
+WAIT_SECONDS = 30.0
+
+
+class Stopped(io.StringIO):
+    """A terminal in which somebody has selected text, until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on, self.is_written = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_written.set()
+        self.goes_on.wait()
+        return super().write(text)
+
+
+def is_soon_done(work: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(WAIT_SECONDS)
+    return not thread.is_alive()
+
+
+def test_lines_wait_for_a_reader_and_are_all_there_in_the_end() -> None:
+    stream = Stopped()
+    with BackgroundOutput(stream) as output:
+        output.say("first")
+        assert stream.is_written.wait(WAIT_SECONDS)
+        for number in range(MOST_WAITING):
+            output.say(f"line {number}")
+        with pytest.raises(BlockingIOError):  # so that memory is bounded
+            output.say("lost")
+        stream.goes_on.set()
+        output._waiting.join()
+        output.say("last")
+    assert stream.getvalue().splitlines() == ["first", *(f"line {number}" for number in range(MOST_WAITING)), "last"]
+
+
+def test_what_cannot_be_written_is_said_to_who_writes_next() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", closefd=False) as stream:
+        output = BackgroundOutput(stream)
+        output.say("nobody reads this")
+        output._waiting.join()
+        with pytest.raises(BrokenPipeError):
+            output.say("nor this")
+        output._waiting.join()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)
+    os.close(write)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_peer_goes_on_while_its_terminal_stands_still(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stopped()
+    monkeypatch.setattr(sys, "stdout", stream)
+    watching = Watching(form)
+
+    def run() -> None:
+        with watching:
+            watching.show(None)  # type: ignore[arg-type]
+            watching.say("round 1")
+            watching.bus.emit(Note("round 2"))
+            watching.last_words = "good-bye"
+
+    assert is_soon_done(run)
+    stream.goes_on.set()
+    watching._output._waiting.join()
+    assert [one for one in ("round 1", "round 2", "good-bye") if one not in stream.getvalue()] == []
+    assert stopping.before_hard_end == []
+
+
+def test_a_node_goes_on_while_its_terminal_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stopped()
+
+    def run(options: Any, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+        say("round 1")
+        ready("join")
+
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr("spes_p2p.peer.bootstrap.run_bootstrap", run)
+    assert is_soon_done(lambda: bootstrap(output=tmp_path, max_data_disk="20GB"))
+    stream.goes_on.set()
