@@ -1,7 +1,7 @@
 """How fast bytes go to and from one peer: a few seconds on one byte stream, for `spes-p2p doctor`.
 
 Strangers may ask for it, so serving is bounded: one asker at a time, at most MAX_BYTES each, an hourly budget, at most
-SERVE_SECONDS, and at low priority if the peer has an upload limit. On the wire:
+SERVE_SECONDS and MOST_OPEN streams, and at low priority if the peer has an upload limit. On the wire:
 
     asker   ASK (upload or download)
     server  REFUSED words | GO, then
@@ -30,6 +30,8 @@ MAX_BYTES = 8 * 2**20
 BUDGET_BYTES, BUDGET_SECONDS = 32 * MAX_BYTES, 3600.0
 MEASURE_SECONDS = 4.0
 SERVE_SECONDS = 8.0
+MOST_OPEN = 16
+"""Streams at a time, with those that have said nothing: each is an open file here. More are closed without a word."""
 ANSWER_SECONDS = 5.0
 ASK, REFUSED, GO = b"V", b"N", b"G"
 PIECE_BYTES = 32 * 2**10
@@ -52,17 +54,21 @@ class SpeedHandler:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._busy = False
+        self._open = 0
         self._given: deque[float] = deque()
         """When measurements of the last hour began; each may have taken MAX_BYTES."""
 
     async def serve(self, stream: ByteStream) -> None:
         """Serves one stream to its end; never raises because of what the other side does."""
+        self._open += 1
         try:
-            async with asyncio.timeout(SERVE_SECONDS):
-                await self._serve(stream)
+            if self._open <= MOST_OPEN:
+                async with asyncio.timeout(SERVE_SECONDS):
+                    await self._serve(stream)
         except (NetworkError, RemoteProtocolError, TimeoutError) as error:
             logger.debug("a measurement of speed ended early: %s", error)
         finally:
+            self._open -= 1
             stream.close()
 
     async def _serve(self, stream: ByteStream) -> None:

@@ -11,7 +11,15 @@ from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape, MemoryStream, Roads, stream_pair
 from spes_p2p.swarm.pacing import Pacer
-from spes_p2p.swarm.speed import BUDGET_BYTES, BUDGET_SECONDS, MAX_BYTES, SERVE_SECONDS, SpeedHandler, measure_speed
+from spes_p2p.swarm.speed import (
+    BUDGET_BYTES,
+    BUDGET_SECONDS,
+    MAX_BYTES,
+    MOST_OPEN,
+    SERVE_SECONDS,
+    SpeedHandler,
+    measure_speed,
+)
 from spes_p2p.swarm.streams import ByteStream, Traffic, write_frame
 from spes_p2p.testing.virtual_time import run_virtual
 
@@ -91,6 +99,19 @@ def test_whoever_says_anything_is_gone_in_time(said: bytes) -> None:
         return asyncio.get_running_loop().time() - started
 
     assert run_virtual(main()) <= SERVE_SECONDS + 1
+
+
+def test_streams_that_say_nothing_are_few() -> None:
+    async def main() -> None:
+        net = Net(1e6, 1e6)
+        silent = [await net.open() for _ in range(100)]
+        await asyncio.sleep(1.0)
+        assert sum(not task.done() for task in net.tasks) == MOST_OPEN
+        assert await silent[-1].read(1) == b""
+        await asyncio.sleep(SERVE_SECONDS)
+        await measure_speed(net.open, upload=False)
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("upload", [True, False])
