@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p import wire
+from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.hivemind_backend import identity
 from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloHandler, HelloReply, HelloRequest
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, DialBackReply, DialBackRequest
@@ -25,6 +28,16 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> RsaSigner:
     with_key = IdentityFile(tmp_path_factory.mktemp("keys") / "identity.key")
     with_key.release()
     return with_key.signer
+
+
+def test_a_full_disk_is_not_taken_for_a_wrong_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*file: Any, **how: Any) -> None:
+        raise StorageFull("no room for 1197 bytes", fix="free disk space")
+
+    monkeypatch.setattr(identity, "write_whole", write)
+    with pytest.raises(StorageFull, match="no room") as caught:
+        IdentityFile(tmp_path / "identity.key")
+    assert caught.value.fix == "free disk space"
 
 
 def test_its_own_signature_is_good(signer: RsaSigner) -> None:

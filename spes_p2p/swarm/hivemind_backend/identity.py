@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
 from hivemind.proto import crypto_pb2
 
-from spes_p2p.errors import ConfigError, IdentityInUse, StorageFull
+from spes_p2p.errors import ConfigError, IdentityInUse
 from spes_p2p.files import write_whole
 from spes_p2p.locks import FileLock, holder_of
 from spes_p2p.swarm.keys import PADDING, packed_key, peer_id_of
@@ -22,7 +22,7 @@ from spes_p2p.swarm.keys import PADDING, packed_key, peer_id_of
 class IdentityFile:
     """A key file that this process holds alone until `release`.
 
-    Raises IdentityInUse when another process holds it, ConfigError when it cannot be used.
+    Raises IdentityInUse when another process holds it, ConfigError when it cannot be used, StorageFull.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ def in_use(path: Path, where: str) -> IdentityInUse:
 
 
 def _create(path: Path) -> rsa.RSAPrivateKey:
-    """Writes a new key that only its owner can read; whole or not at all."""
+    """Writes a new key that only its owner can read; whole or not at all. Raises ConfigError, StorageFull."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     encoded = key.private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
@@ -75,7 +75,7 @@ def _create(path: Path) -> rsa.RSAPrivateKey:
     private = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=encoded)
     try:
         write_whole(path, private.SerializeToString(), mode=0o600)
-    except (OSError, StorageFull) as error:
+    except OSError as error:
         raise ConfigError(f"identity {path} cannot be written: {error}", fix="give a path you may write to") from error
     return key
 
