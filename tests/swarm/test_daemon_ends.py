@@ -109,6 +109,34 @@ def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_
     assert left_over(daemons) == []
 
 
+def test_a_daemon_is_replaced_while_the_clock_is_wrong(daemons: Daemons) -> None:
+    """As a machine's may be for a moment after it slept; or those who answer first lie."""
+    ahead_seconds, said = [0.0], list[str]()
+
+    async def scenario() -> None:
+        first = await HivemindNetwork.start(host_maddrs=LOOPBACK)
+        second = await HivemindNetwork.start(
+            first.transport.addresses, host_maddrs=LOOPBACK, wall_clock=lambda: time.time() + ahead_seconds[0]
+        )
+        try:
+            ahead_seconds[0] = 3600.0
+            alive = asyncio.create_task(second.keep_alive(said.append))
+            os.kill(second.daemon.pid, signal.SIGKILL)
+            async with asyncio.timeout(WAIT_SECONDS):
+                while not said and not alive.done():
+                    await asyncio.sleep(0.01)
+            alive.cancel()
+            assert await second.transport.check_refused(first.transport.peer_id) is False
+        finally:
+            await second.close()
+            await first.close()
+
+    with NetworkThread() as thread:
+        thread.run(scenario())
+    assert len(said) == 1
+    assert left_over(daemons) == []
+
+
 def test_a_start_whose_daemon_ends_says_that_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, daemons: Daemons
 ) -> None:

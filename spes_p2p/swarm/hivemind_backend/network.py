@@ -21,7 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 
-from spes_p2p.errors import DaemonEnded, NetworkError
+from spes_p2p.errors import ClockSkewed, DaemonEnded, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.locks import Scratch
 from spes_p2p.swarm.hivemind_backend.daemon import (
@@ -232,7 +232,7 @@ class HivemindNetwork:
         addresses = self.transport.connections.book.texts(self.transport.is_member)
         known = list(dict.fromkeys((*addresses[:_MOST_ASKED], *self._initial_peers)))
         reached: list[Reached] = []
-        with contextlib.suppress(NetworkError):
+        with contextlib.suppress(NetworkError, ClockSkewed):  # it was right at the start
             reached = await self._meet(known, self._quiet)
         self.directory.move_to(await self._join_dht(reached, self.directory.validator))
         self.daemon.ended.clear()
