@@ -19,7 +19,7 @@ from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import span_text
 from spes_p2p.ownership.assign import orphans
@@ -263,7 +263,9 @@ async def follow(
     look_seconds: float = LOOK_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Looks at the run for ever. `source`: one that is already open. Raises all errors but those of the network."""
+    """Looks at the run for ever. `source`: one that is already open. Raises all errors but those of the network, a
+    clock that is wrong for a while, and a full disk.
+    """
     follower, failures = Follower(history), 0
     try:
         while True:
@@ -272,7 +274,7 @@ async def follow(
                 look = await source.look(clock(), follower.known())
                 await asyncio.get_running_loop().run_in_executor(None, follower.apply, look, clock())
                 failures = 0
-            except (NetworkError, RemoteProtocolError, StorageFull) as error:
+            except (NetworkError, RemoteProtocolError, ClockSkewed, StorageFull) as error:
                 failures += not isinstance(error, StorageFull)
                 with contextlib.suppress(StorageFull):
                     follower.fail(f"{error}"[:_MOST_CHARACTERS], clock())

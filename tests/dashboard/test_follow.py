@@ -15,7 +15,7 @@ from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, 
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source
 from spes_p2p.dashboard.web import page_state
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ClockSkewed, ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import PeerWarning, Vitals
 from spes_p2p.sync.histories import Fork, Side
@@ -130,9 +130,12 @@ def test_whose_record_is_gone_stays_in_the_list() -> None:
 
 
 def test_a_swarm_that_dies_leaves_the_history_and_may_come_back() -> None:
-    history, opened = History(), []
+    history, opened, skewed = History(), [], list[float]()
 
     async def open_source() -> Source:
+        if not skewed:
+            skewed.append(NOW)
+            raise ClockSkewed("this machine, which has just woken up, is an hour behind")
         source = MadeSource()
         source.round = 5
         opened.append(source)
@@ -147,7 +150,7 @@ def test_a_swarm_that_dies_leaves_the_history_and_may_come_back() -> None:
         state = page_state(history, NOW)
         assert "10.0.0.1 is refused" in state["source"]["error"]
         assert state["rounds"]["round"] == [0, 1, 2]
-        await asyncio.sleep(MOST_FAILURES + 1.0)
+        await asyncio.sleep(MOST_FAILURES + 2.0)
         assert (first.closed, len(opened)) == (1, 1)
         task.cancel()
         await asyncio.wait((task,))
