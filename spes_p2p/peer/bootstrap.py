@@ -331,8 +331,7 @@ class RunNode:
 
     def _chores(self, store: StateStore) -> list[Coroutine[Any, Any, None]]:
         """What never ends well."""
-        transport, announcer = self._network.transport, self._announcer
-        chores = [self._report_commits()]
+        transport, announcer, chores = self._network.transport, self._announcer, [self._report_commits()]
         if self._me == self._info.organiser and self._config.swarm.electors == "vouched":
             chores.append(self._admit())
         if self._remote is not None:
