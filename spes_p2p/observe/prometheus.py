@@ -158,6 +158,7 @@ class MetricsServer:
                 fix="choose another port" if taken else "choose an address of this machine with --metrics-host",
             ) from error
         self.port: int = self._server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def close(self) -> None:
         self._server.shutdown()

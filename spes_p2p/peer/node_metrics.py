@@ -97,7 +97,7 @@ async def measuring(
     server, tasks = MetricsServer(metrics.registry, port, host), Tasks(failed)
     tasks.spawn(_keep_looking(metrics, look))
     await asyncio.sleep(0)  # the first look: whoever is told may ask at once
-    say(f"metrics: http://{host}:{server.port}/metrics")
+    say(f"metrics: {server.url}")
     try:
         yield
     finally:

@@ -249,7 +249,7 @@ def _metrics(options: PeerOptions, info: RunInfo, me: PeerId, bus: EventBus, say
     metrics = Metrics(info.run_id, me)
     with closing(MetricsServer(metrics.registry, options.metrics_port, options.metrics_host)) as server:
         bus.add(metrics)
-        say(f"metrics: http://{options.metrics_host}:{server.port}/metrics")
+        say(f"metrics: {server.url}")
         yield
 
 

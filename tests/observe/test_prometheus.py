@@ -67,6 +67,16 @@ def test_events_become_metrics() -> None:
     assert (found[key("warnings_total")], found[key("errors_total")]) == (1, 1)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_address_that_is_told_is_one_that_can_be_asked(host: str) -> None:
+    try:
+        opened = MetricsServer(Metrics("tiny", "me").registry, 0, host)
+    except ConfigError:
+        pytest.skip(f"this machine has no address {host}")
+    with closing(opened) as server:
+        assert urllib.request.urlopen(server.url).status == 200
+
+
 def test_a_port_that_is_taken_is_one_clear_error() -> None:
     metrics = Metrics("tiny", "anna")
     with closing(MetricsServer(metrics.registry, 0)) as server:
