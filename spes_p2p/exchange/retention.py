@@ -29,12 +29,13 @@ MOST_LEASES = 64
 
 @dataclass
 class _Lease:
-    """`has_state`: its holder needs only what was handed out after `round`."""
+    """`has_state`: its holder needs only what was handed out after `round`. `first`: when it had its first lease."""
 
     round: int
     since: float
     at: float
-    has_state: bool = False
+    has_state: bool
+    first: float
 
 
 class Retention:
@@ -72,10 +73,15 @@ class Retention:
 
     def _take(self, caller: PeerId, round: int, has_state: bool) -> None:
         now, lease = self._now(), self._leases.get(caller)
-        if lease is not None and (lease.round, lease.has_state) == (round, has_state):
-            lease.at = now
-        elif lease is not None or len(self._leases) < MOST_LEASES:
-            self._leases[caller] = _Lease(round, now, now, has_state)
+        if lease is None:
+            if len(self._leases) < MOST_LEASES:
+                self._leases[caller] = _Lease(round, now, now, has_state, now)
+            return
+        if round < lease.round:  # going to and fro must not renew a lease on an old state for ever
+            lease.since = lease.first
+        elif round > lease.round:
+            lease.since = now
+        lease.round, lease.at, lease.has_state = round, now, has_state
 
     def clear(self) -> None:
         """The disk is full: nobody is promised anything."""

@@ -106,6 +106,17 @@ def test_leases_are_bounded_in_time_and_disk(swarm_store: StateStore, monkeypatc
     assert not leases.needed(9)[0]
 
 
+def test_going_to_and_fro_renews_no_lease_for_ever(swarm_store: StateStore) -> None:
+    time = Time()
+    leases = Retention(swarm_store, time)
+    while time.now < retention.LONGEST_SECONDS + 3.0:
+        for request in (state_of(3), WiresRequest(4, 3), state_of(9), state_of(3)):
+            leases.asked(A, request)
+        assert leases.needed(9)[0] == ({3} if time.now <= retention.LONGEST_SECONDS else frozenset())
+        time.now += retention.IDLE_SECONDS
+    assert not leases.needed(9)[0]
+
+
 def test_strangers_can_take_only_so_many_leases(swarm_store: StateStore) -> None:
     leases = Retention(swarm_store, Time())
     for number in range(1000):
