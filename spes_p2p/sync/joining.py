@@ -165,12 +165,15 @@ class Joining:
             return commit
         except (NetworkError, RemoteProtocolError) as error:
             if isinstance(error, RemoteProtocolError) or peer == self._run.info.organiser:  # others wait as we do
-                self._say_once(f"peer {short(peer)} could not provide genesis: {error}")
+                # a stranger says another thing each time
+                about = "" if peer == self._run.info.organiser else peer
+                self._say_once(f"peer {short(peer)} could not provide genesis: {error}", about)
             return None
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _say_once(self, text: str, about: str = "") -> None:
+        """A text once, or the first one about somebody."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
             self._node.say(text)
 
     def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Envelope:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Tile, Values
 from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RunGroup, RunRecord
 from spes_p2p.sync import joining
 from spes_p2p.sync.finding import load_run
@@ -105,6 +108,33 @@ def test_genesis_signed_by_a_stranger_is_refused(folder: Path) -> None:
         for join in joins:
             join.cancel()
         await asyncio.wait(joins)
+
+    in_swarm(folder, play)
+
+
+def test_a_stranger_fills_no_log_of_who_waits_for_the_run_to_begin(folder: Path) -> None:
+    class Talker:
+        words = 0
+
+        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+            self.words += 1
+            raise RemoteProtocolError(f"word {self.words}")
+
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            raise RemoteProtocolError("nothing here")
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        talker = Talker()
+        await swarm.network.peer("talker").transport.serve(talker)
+        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=PeerId("talker"))
+        swarm.peers[PeerId("talker")] = ghost
+        join = asyncio.create_task(swarm.add("a"))
+        await until(lambda: talker.words > 10)
+        assert sum("could not provide genesis" in text for text in swarm.peers[PeerId("a")].said) == 1
+        join.cancel()
+        await asyncio.wait([join])
+        del swarm.peers[PeerId("talker")]
 
     in_swarm(folder, play)
 
