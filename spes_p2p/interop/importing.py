@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 QK_NORMS = {"olmoe": "full", "qwen3_moe": "head", "qwen2_moe": "none"}
 """Families that can be imported, and how they normalise queries and keys."""
-_NOT_COMPARED = frozenset({"vocab_size", "init_std"})
-"""What a run decides for itself: which of the rows are tokens, and what new values would be drawn from."""
+_NOT_COMPARED = frozenset({"vocab_size", "init_std", "guest_rank", "document_end"})
+"""What a run decides for itself: which of the rows are tokens, what new values would be drawn from, who trains the
+experts, and whether attention leaves a document. No published model has a field for it."""
 _OURS = "our model has no such part; use another checkpoint"
 ROUTER_WARNING = (
     "model.top_k is 1 with model.norm_topk=true: each token's weight is one whatever the router says, so the router "
