@@ -226,6 +226,7 @@ class PieceDataset:
 
     feed: Feed
     tokenizer: str | None = None
+    eos_id: int | None = None
 
     @property
     def tokens(self) -> int:

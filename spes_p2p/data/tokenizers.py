@@ -77,7 +77,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of the Hugging Face tokenizers library; truncation and padding that its file asks for are off."""
 
-    def __init__(self, name: str, rust: RustTokenizer, eos_token: str | None) -> None:
+    def __init__(self, name: str, rust: RustTokenizer, eos_token: str | int | None) -> None:
         rust.no_truncation()
         rust.no_padding()
         vocabulary = rust.get_vocab(with_added_tokens=True)
@@ -95,9 +95,10 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
-def load_tokenizer(name: str, eos_token: str | None = None, through_transformers: bool = False) -> Tokenizer:
+def load_tokenizer(name: str, eos_token: str | int | None = None, through_transformers: bool = False) -> Tokenizer:
     """`name` is "byte", a tokenizer.json, a folder as saved by transformers, or a name on the Hugging Face hub.
 
+    `eos_token`: the token that ends a text, or its id; None: the one that the tokenizer names, or a well-known one.
     `through_transformers`: a folder, too, is loaded as a name on the hub is; the same ids may then have another hash.
     Raises DataError when it cannot be loaded or when no token that ends a text is known.
     """
@@ -111,7 +112,8 @@ def load_tokenizer(name: str, eos_token: str | None = None, through_transformers
         return HuggingFaceTokenizer(here, _from_file(path), eos_token)
     if (path / "tokenizer.json").is_file():
         rust = _from_file(path / "tokenizer.json")
-        return HuggingFaceTokenizer(here, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
+        configured = _configured_eos(path / "tokenizer_config.json")
+        return HuggingFaceTokenizer(here, rust, configured if eos_token is None else eos_token)
     if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
         raise not_loaded(name, "the file does not exist")
     return _from_transformers(name, eos_token)
@@ -147,7 +149,7 @@ def _configured_eos(path: Path) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
+def _from_transformers(name: str, eos_token: str | int | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     away = "" if Path(name).is_dir() else why_no_hub()
@@ -163,7 +165,7 @@ def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     rust = getattr(loaded, "backend_tokenizer", None)
     if rust is None:
         raise DataError(f"tokenizer {name!r} has no fast version", fix="give a tokenizer that has a tokenizer.json")
-    return HuggingFaceTokenizer(name, rust, eos_token or loaded.eos_token)
+    return HuggingFaceTokenizer(name, rust, loaded.eos_token if eos_token is None else eos_token)
 
 
 def why_no_hub() -> str:
@@ -181,7 +183,11 @@ def why_no_hub() -> str:
         return first_line(error)
 
 
-def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | None) -> int:
+def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | int | None) -> int:
+    if isinstance(eos_token, int):
+        if eos_token in vocabulary.values():
+            return eos_token
+        raise DataError(f"tokenizer {name!r} has no token with id {eos_token}", fix="give the tokenizer of the data")
     candidates = (eos_token,) if eos_token else WELL_KNOWN_EOS
     for token in candidates:
         if token in vocabulary:

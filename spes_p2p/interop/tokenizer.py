@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+FILE = "tokenizer.json"
 BYTE_EOS = "<|endoftext|>"
 
 
 class Publishable:
     """A tokenizer that is ready to be saved. `name` as for `spes-p2p tokenize`."""
 
-    def __init__(self, name: str, eos_token: str | None = None) -> None:
-        """Raises DataError where it cannot be loaded."""
-        ours = load_tokenizer(name, eos_token)
+    def __init__(self, name: str, eos_id: int | None = None) -> None:
+        """`eos_id`: what ends the documents of the data, if that is known. Raises DataError where it is not loaded."""
+        ours = load_tokenizer(name, eos_id)
         self.name = name
         self.fingerprint = ours.fingerprint
         self.eos_id = ours.eos_id
@@ -54,12 +55,19 @@ def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
     if isinstance(ours, ByteTokenizer):
         return PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=BYTE_EOS)
     assert isinstance(ours, HuggingFaceTokenizer)
-    if not Path(name).is_file() and not _is_bare(Path(name)):
-        try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # with its chat template, too
-        except (OSError, ValueError) as error:
-            raise not_loaded(name, first_line(error)) from error
-    return PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=ours.rust.id_to_token(ours.eos_id))
+    eos_token = ours.rust.id_to_token(ours.eos_id)
+    if Path(name).is_file() or _is_bare(Path(name)):
+        return PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=eos_token)
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, eos_token=eos_token)
+    except (OSError, ValueError) as error:
+        raise not_loaded(name, first_line(error)) from error
+    if (Path(name) / FILE).is_file():
+        rust = getattr(loaded, "backend_tokenizer", None)
+        if rust is None or HuggingFaceTokenizer(name, rust, ours.eos_id).fingerprint != ours.fingerprint:
+            # AutoTokenizer builds many a class from its words alone, but the file as it lies there has cut the data
+            loaded = PreTrainedTokenizerFast.from_pretrained(name, eos_token=eos_token)
+    return loaded  # with its chat template, too
 
 
 def _is_bare(folder: Path) -> bool:
@@ -81,9 +89,6 @@ def byte_level() -> RustTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(BYTE_EOS, special=True, normalized=False)])
     return tokenizer
-
-
-FILE = "tokenizer.json"
 
 
 def check_tokenizer(folder: Path, dataset: Dataset, say: Callable[[str], None]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
 from spes_p2p.checkpoint.save import METADATA_FILE
@@ -52,17 +53,24 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
 
     Raises ConfigError, CheckpointError, DataError (the tokenizer), NetworkError, StorageFull.
     """
-    given = None if options.tokenizer is None else Publishable(options.tokenizer)
+    wanted = options.tokenizer
+    if wanted is not None and options.checkpoint is None:
+        Publishable(wanted)  # before a model is fetched
     with filled_folder(options.output) as folder:
+        own: Mapping[str, Any] = {}
         if options.checkpoint is not None:
             checkpoint = find_checkpoint(options.checkpoint, say)
             version, facts = _of_checkpoint(checkpoint)
-            own = checkpoint.run.get("tokenizer")
+            own = checkpoint.run
         else:
             fetched = fetch_over_network(options.run, folder / FETCHED, say, report)
-            version, facts, own = fetched.version, facts_of_run(fetched), None
-        data = facts.config.data
-        tokenizer = given or _named_tokenizer(own, data, say)
+            version, facts = fetched.version, facts_of_run(fetched)
+        data, end = facts.config.data, own.get("eos_id")
+        if end is None:  # the peer gets its data from others
+            end = facts.config.model.document_end
+        tokenizer = (
+            _named_tokenizer(own.get("tokenizer"), end, data, say) if wanted is None else Publishable(wanted, end)
+        )
         if tokenizer is not None and data.tokenizer_hash not in ("", tokenizer.fingerprint):
             say(
                 f"warning: tokenizer {tokenizer.name!r} differs from the one of the run's data: its hash begins "
@@ -74,13 +82,16 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
     return facts
 
 
-def _named_tokenizer(own: str | None, data: DataConfig, say: Say) -> Publishable | None:
-    """The tokenizer that the peer's data names (`own`), or the run; None, and why, where none can be loaded."""
+def _named_tokenizer(own: str | None, end: int | None, data: DataConfig, say: Say) -> Publishable | None:
+    """The tokenizer that the peer's data names (`own`), or the run; None, and why, where none can be loaded.
+
+    `end`: the id that ends a document, where that is known.
+    """
     why = "the run names none"
     for name in dict.fromkeys((own or "", data.tokenizer if is_public(data.tokenizer) else "")):
         try:
             if name:
-                return Publishable(name)
+                return Publishable(name, end)
         except DataError as error:
             why = str(error)
     known = f" (its hash begins with {data.tokenizer_hash[:16]})" if data.tokenizer_hash else ""

@@ -76,7 +76,8 @@ class Saver:
             "fingerprint": self._info.fingerprint.hex(),
             "config": self._info.config,
             "tokens": manifest.tokens,
-            "tokenizer": self._learning.dataset.tokenizer,  # who exports needs it
+            "tokenizer": self._learning.dataset.tokenizer,  # who exports needs both
+            "eos_id": self._learning.dataset.eos_id,
         }
         keep = self._config.output.keep_checkpoints
         try:

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
-from spes_p2p.data.tokenizers import ByteTokenizer
+from spes_p2p.data.tokenizers import ByteTokenizer, load_tokenizer
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
 from spes_p2p.interop.export import export_model, filled_folder
-from spes_p2p.interop.tokenizer import Publishable
+from spes_p2p.interop.tokenizer import Publishable, byte_level
 from spes_p2p.interop.weights import FORMAT, INDEX_FILE, SINGLE_FILE, Dtype, Format, PublishedWeights
 from spes_p2p.observe.events import Eval, Event, Round, Step
 from spes_p2p.state.layout import BlockSource
@@ -136,9 +136,31 @@ def test_a_tokenizer_of_others_goes_along(tmp_path: Path) -> None:
         folder = exported(tmp_path / f"out-{number}", config, random_state(config)[1], tokenizer=Publishable(str(name)))
         again = AutoTokenizer.from_pretrained(folder)
         assert (again.get_vocab(), again.eos_token_id) == (words, 0)
+    assert Publishable(str(tmp_path), eos_id=2).eos_id == 2
     small = run_config(**OLMOE, vocab_size=2)
     with pytest.raises(ConfigError, match=r"has 3 ids, but model.vocab_size is 2"):
         exported(tmp_path / "small", small, random_state(small)[1], tokenizer=Publishable(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, tmp_path: Path) -> None:
+    """Of many a class AutoTokenizer builds another one from its words, without what the file does before."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    letters = byte_level().get_vocab(with_added_tokens=False)
+    rust = Tokenizer(models.BPE(letters | {"12": len(letters), "<end>": len(letters) + 1}, [("1", "2")]))
+    rust.normalizer = normalizers.Lowercase()
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    rust.save(str(tmp_path / "tokenizer.json"))
+    about = {"tokenizer_class": name, "eos_token": "<end>", "chat_template": "{{ messages }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    Publishable(str(tmp_path)).save(tmp_path / "out", 64)
+    ours, again = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "IN 1234"
+    assert again(text)["input_ids"] == ours.encode([text])[0].tolist()
+    assert (again.eos_token_id, again.chat_template, again.model_max_length) == (257, "{{ messages }}", 64)
 
 
 def test_the_card_says_what_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.load import published_yaml
@@ -38,13 +38,15 @@ from tests.sync.swarm_cases import in_swarm, small_config
 ADDRESSES = ("/ip4/203.0.113.7/tcp/31337",)
 
 
-def saved(folder: Path, config: Config, step: int = 140, tokenizer: str | None = None) -> Path:
+def saved(
+    folder: Path, config: Config, step: int = 140, tokenizer: str | None = None, eos_id: int | None = None
+) -> Path:
     """The output folder of a peer with one checkpoint."""
     store = StateStore(folder / "run" / "state", layout_of(config))
     state = random_state(config)[1]
     version = store.create_initial(lambda tile: state.block(tile.block)[tile.start : tile.stop], 7)
     run = {"run_id": "a-run", "fingerprint": "ab" * 32, "config": published_yaml(config), "tokens": 999}
-    save_checkpoint(folder / "checkpoints", version, step, {}, run | {"tokenizer": tokenizer}, 3)
+    save_checkpoint(folder / "checkpoints", version, step, {}, run | {"tokenizer": tokenizer, "eos_id": eos_id}, 3)
     store.close()
     return folder
 
@@ -107,6 +109,23 @@ def test_the_tokenizer_that_the_run_names_goes_along(tmp_path: Path) -> None:
     run_export(ExportOptions(tmp_path / "out", saved(tmp_path / "peer", config)), said.append)
     assert said == []
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
+
+
+@pytest.mark.parametrize("known_by", ["data", "document_end"])
+def test_what_ended_the_documents_ends_what_the_model_writes(known_by: str, tmp_path: Path) -> None:
+    """`tokenize --eos-token` may have named another token than the tokenizer's own, which may have none at all."""
+    from tokenizers import Tokenizer, models
+
+    for name, words in (("two", {"</s>": 0, "a": 1, "<turn>": 2}), ("none", {"a": 1, "<turn>": 2})):
+        path = tmp_path / f"{name}.json"
+        Tokenizer(models.WordLevel(words, unk_token="a")).save(str(path))
+        config = run_config(**OLMOE, vocab_size=257, document_end=2 if known_by == "document_end" else None)
+        peer = saved(tmp_path / name, config, tokenizer=str(path), eos_id=2 if known_by == "data" else None)
+        for given in (None, str(path)):
+            output = tmp_path / f"{name}-{given is None}"
+            run_export(ExportOptions(output, peer, tokenizer=given), lambda text: None)
+            assert AutoTokenizer.from_pretrained(output).eos_token == "<turn>"
+            assert GenerationConfig.from_pretrained(output).eos_token_id == 2
 
 
 def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None:
