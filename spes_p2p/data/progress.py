@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.data.manifest import MANIFEST
 from spes_p2p.data.readers import SUFFIXES, Source, size_of, stamp_of
 from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
@@ -47,12 +48,14 @@ class Unit:
     def of_all(cls, paths: Sequence[Source]) -> list[Unit]:
         """Stems are the names without their suffix; files of one name in several folders are numbered."""
         seen: Counter[str] = Counter()
-        units = []
+        units: dict[str, Unit] = {}
         for path in paths:
-            stem = _stem(path)
-            seen[stem] += 1
-            units.append(cls(path, stem if seen[stem] == 1 else f"{stem}~{seen[stem]}"))
-        return units
+            name = stem = _stem(path)
+            while not seen[stem] or name in units:  # a file may be called as another one is numbered
+                seen[stem] += 1
+                name = stem if seen[stem] == 1 else f"{stem}~{seen[stem]}"
+            units[name] = cls(path, name)
+        return [*units.values()]
 
     def identity(self) -> list[str | int]:
         """Changes when the file does."""
@@ -146,6 +149,11 @@ class Workspace:
     def _is_whole(self, shard: Shard) -> bool:
         path = self.folder / shard.file
         return path.is_file() and path.stat().st_size > shard.tokens
+
+
+def is_output(path: Source) -> bool:
+    """Whether `tokenize` wrote this file, into a folder among its inputs."""
+    return isinstance(path, Path) and path.name == MANIFEST and (path.parent / FOLDER).is_dir()
 
 
 def _stem(path: Source) -> str:

@@ -12,6 +12,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -238,6 +239,8 @@ def stamp_of(path: Source) -> str | int:
 def find_inputs(patterns: Sequence[str]) -> list[Source]:
     """The files that `patterns` (files, folders, globs with **, datasets of the hub) name, sorted, each once.
 
+    One that has several names, by links or by other ways to it, counts by the first.
+
     Raises DataError when a pattern matches nothing or a file is of no known kind.
     """
     found: set[Source] = set()
@@ -257,7 +260,8 @@ def find_inputs(patterns: Sequence[str]) -> list[Source]:
         if not matches:
             raise DataError(f"no file matches {pattern!r}", fix=f"check the path; known kinds of files are {kinds}")
         found.update(matches)
-    ordered: list[Source] = [*sorted(path for path in found if isinstance(path, Path))]
+    here = sorted((path for path in found if isinstance(path, Path)), reverse=True)
+    ordered: list[Source] = [*sorted({path.resolve(): path for path in here}.values())]
     ordered += sorted(path for path in found if isinstance(path, HubFile))
     for path in ordered:
         if not path.name.endswith(SUFFIXES):
@@ -271,12 +275,7 @@ def find_inputs(patterns: Sequence[str]) -> list[Source]:
 def other_files(patterns: Sequence[str]) -> list[Path]:
     """Files in the folders among `patterns` that are left out, since they are of no known kind; hidden ones apart."""
     folders = [Path(pattern) for pattern in patterns if not is_on_hub(pattern) and Path(pattern).is_dir()]
-    return sorted(
-        file
-        for folder in folders
-        for file in folder.rglob("*")
-        if file.is_file() and not file.name.endswith(SUFFIXES) and not file.name.startswith(".")
-    )
+    return sorted(file for folder in folders for file in _files_in(folder) if not file.name.endswith(SUFFIXES))
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -284,8 +283,20 @@ def _matches(pattern: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        return [file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()]
+        return [file for file in _files_in(path) if file.name.endswith(SUFFIXES)]
     return [Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """All but hidden ones, also behind links to folders; a folder that is reached twice, as in a ring, once."""
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (file for name in files if not name.startswith(".") and (file := Path(place, name)).is_file())
 
 
 def text_of(value: Any, text_field: str) -> str | Bad:

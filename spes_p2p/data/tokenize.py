@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from spes_p2p.data.encode import Encode, Encoded, encoder
 from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, Dataset, InputFile, Manifest
-from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
+from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace, is_output
 from spes_p2p.data.readers import NO_FIELD, NO_JSON, Bad, CorpusFile, Piece, Record, find_inputs, size_of
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
@@ -97,7 +97,7 @@ def tokenize(
     """
     _check(options)
     urls = checked_urls(options.urls)
-    units = Unit.of_all(find_inputs(patterns))
+    units = Unit.of_all([path for path in find_inputs(patterns) if not is_output(path)])
     tokenizer = load_tokenizer(options.tokenizer, options.eos_token)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     settings = Settings(tokenizer.fingerprint, tokenizer.eos_id, options.text_field, dtype, options.max_shard_bytes)

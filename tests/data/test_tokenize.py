@@ -212,6 +212,40 @@ def test_another_corpus_or_other_settings_need_another_folder(corpus: Path, tmp_
         tokenize([str(corpus / "z.txt")], out, SMALL)
 
 
+@pytest.mark.parametrize("inside", ["", "shards"])
+def test_the_output_may_lie_among_the_input(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*TEXTS))
+    output = tmp_path / inside
+    first = tokenize([str(tmp_path)], output, ALONE)
+    again = tokenize([str(tmp_path)], output, ALONE)
+    assert again.manifest == first.manifest
+    assert documents(output) == TEXTS
+
+
+def test_a_file_counts_once_whatever_leads_to_it_and_links_to_folders_are_followed(tmp_path: Path) -> None:
+    """Text that is there twice could be held out and trained on."""
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    (corpus / ".git").mkdir(parents=True)
+    other.mkdir()
+    (corpus / "a.jsonl").write_bytes(lines("one"))
+    (corpus / "b.jsonl").symlink_to("a.jsonl")
+    (corpus / ".git" / "c.json").write_bytes(lines("hidden"))
+    (corpus / "._a.jsonl").write_bytes(b"what macOS leaves")
+    (other / "d.txt").write_bytes(b"two")
+    (corpus / "linked").symlink_to(other)
+    (other / "ring").symlink_to(corpus)
+    tokenize([str(corpus), str(other / ".." / "corpus" / "a.jsonl")], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == ["one", "two"]
+
+
+def test_files_of_one_name_are_numbered_beside_one_that_is_called_so(tmp_path: Path) -> None:
+    for name in ("1/x.jsonl", "2/x.jsonl", "3/x~2.jsonl", "4/x.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(lines(name) if name.endswith("jsonl") else name.encode())
+    tokenize([str(tmp_path / str(number)) for number in range(1, 5)], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == ["1/x.jsonl", "2/x.jsonl", "3/x~2.jsonl", "4/x.txt"]
+
+
 def test_two_runs_in_one_folder_are_kept_apart(corpus: Path, tmp_path: Path) -> None:
     def second(done: int, total: int) -> None:
         with pytest.raises(DataError, match="another tokenize is writing"):
