@@ -129,7 +129,10 @@ def _bundled_folders() -> list[Path]:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """`model.num_experts=8` to ("model.num_experts", 8); the value is YAML. The key must exist."""
+    """`model.num_experts=8` to ("model.num_experts", 8); the value is YAML, a text also as it stands.
+
+    The key must exist.
+    """
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals:
@@ -137,10 +140,9 @@ def parse_override(override: str) -> tuple[str, Any]:
     known = dict(fields_of_tree())
     if key not in known:
         raise _unknown(key)
-    value = _parse(text, f"the value of {key}")
-    if known[key].annotation is str and not isinstance(value, str):
-        value = text  # a folder named 2024 is text
-    return key, value
+    if known[key].annotation is str and text.strip()[:1] not in ("'", '"'):
+        return key, text.strip()  # a folder may be called 2024, [old] or My data #1
+    return key, _parse(text, f"the value of {key}")
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,13 @@ def test_overrides_are_typed_as_yaml_and_text_fields_stay_text() -> None:
     assert config.model.norm_topk is True
     assert config.data.path == "2024"
     assert config.sync.steps_per_round == ((9, 2), (0, 5))
+
+
+@pytest.mark.parametrize("folder", ["/my data #1", "[old] shards", "@home", "*", "a: b: c", "~", "%x", "- a", "it's"])
+def test_a_folder_may_be_called_anything(folder: str) -> None:
+    """`--data` comes as an override, too."""
+    assert tiny(f"data.path={folder}").data.path == folder
+    assert tiny(f"data.path={json.dumps(folder)}").data.path == folder
 
 
 def test_derived_defaults_follow_overrides() -> None:
