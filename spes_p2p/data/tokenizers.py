@@ -145,7 +145,10 @@ def _configured_eos(path: Path) -> str | None:
     """The eos_token of a tokenizer_config.json: a string, or a dict with the string as its content."""
     if not path.is_file():
         return None
-    token: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    try:
+        token: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {first_line(error)}", fix="copy or download it again") from error
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
+from pydantic import ValidationError
 
 from spes_p2p.config.schema import Config, ModelConfig
 from spes_p2p.config.sections import is_local
@@ -43,16 +44,21 @@ ROUTER_WARNING = (
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The folder's config.json. Raises ConfigError where there is none that transformers understands."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json", fix="give the folder of a Hugging Face model")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{folder / 'config.json'} cannot be used: {first_line(error)}", fix="give the folder of a model"
-        ) from error
+    except StrictDataclassError as error:  # its first line names the field alone
+        raise _unusable(folder, " ".join(str(error).split())) from error
+    except (ValueError, OSError, KeyError, TypeError, ArithmeticError) as error:
+        raise _unusable(folder, first_line(error)) from error
+
+
+def _unusable(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"{folder / 'config.json'} cannot be used: {why}", fix="give the folder of a model")
 
 
 def check_parts(config: PretrainedConfig, folder: Path) -> None:
@@ -73,20 +79,28 @@ def check_parts(config: PretrainedConfig, folder: Path) -> None:
             raise ConfigError(f"{folder}: {name} is {getattr(config, name)!r}", fix=_OURS)
 
 
-def model_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of our ModelConfig that all families, dense ones too, name alike."""
+def model_of(config: PretrainedConfig, folder: Path, **own: Any) -> ModelConfig:
+    """Our config of a model, dense ones too. `own`: the fields that each family names otherwise.
+
+    Raises ConfigError for values that no model has.
+    """
     heads = config.num_attention_heads
-    return {
+    fields = {
         "vocab_size": config.vocab_size,
         "d_model": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "num_heads": heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // max(1, heads),
         "rope_theta": float(config.rope_parameters["rope_theta"]),
         "rms_eps": config.rms_norm_eps,
         "init_std": config.initializer_range,
     }
+    try:
+        return ModelConfig(**fields | own)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise _unusable(folder, f"the model's {wrong['loc'][0]} would be {wrong['input']!r}") from error
 
 
 @dataclass(frozen=True)
@@ -109,15 +123,17 @@ class StartModel:
                 fix="convert a dense model with spes-p2p upcycle, or give another folder",
             )
         check_parts(config, folder)
-        fields = model_fields(config) | {
-            "num_experts": config.num_experts,
-            "top_k": config.num_experts_per_tok,
-            "expert_ffn": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-            "norm_topk": config.norm_topk_prob,
-            "qk_norm": QK_NORMS[config.model_type],
-            "qkv_bias": config.model_type == "qwen2_moe" and config.qkv_bias,
-        }
-        start = cls(folder, ModelConfig(**fields), bool(config.tie_word_embeddings))
+        model = model_of(
+            config,
+            folder,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            expert_ffn=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            norm_topk=config.norm_topk_prob,
+            qk_norm=QK_NORMS[config.model_type],
+            qkv_bias=config.model_type == "qwen2_moe" and config.qkv_bias,
+        )
+        start = cls(folder, model, bool(config.tie_word_embeddings))
         start._check_tensors()
         return start
 

@@ -10,6 +10,7 @@ gives one model.
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.files import storing
 from spes_p2p.interop.export import write_model
 from spes_p2p.interop.hf import state_tensors
-from spes_p2p.interop.importing import StartModel, check_parts, model_fields, read_config
+from spes_p2p.interop.importing import StartModel, check_parts, model_of, read_config
 from spes_p2p.interop.weights import FORMAT, Format, Piece, PublishedWeights, Report, say_nothing
 from spes_p2p.state.layout import StateTensor
 
@@ -71,7 +72,7 @@ class Upcycling:
             )
         if not 0 <= self.noise_fraction <= 1:
             raise ConfigError(f"--noise-fraction is {self.noise_fraction}", fix="give a number from 0 to 1")
-        if not self.noise_std >= 0:
+        if not 0 <= self.noise_std < math.inf:
             raise ConfigError(f"--noise-std is {self.noise_std}", fix="give 0 or more")
 
 
@@ -88,15 +89,16 @@ def upcycle(
         known = ", ".join(QK_NORMS)
         raise ConfigError(f"{dense} holds a {config.model_type} model, not one of {known}", fix="give a dense model")
     check_parts(config, dense)
-    fields = model_fields(config) | {
-        "num_experts": how.experts,
-        "top_k": how.top_k,
-        "expert_ffn": config.intermediate_size,
-        "norm_topk": how.norm_topk,
-        "qk_norm": QK_NORMS[config.model_type],
-        "qkv_bias": config.model_type == "qwen2",
-    }
-    model = ModelConfig(**fields)
+    model = model_of(
+        config,
+        dense,
+        num_experts=how.experts,
+        top_k=how.top_k,
+        expert_ffn=config.intermediate_size,
+        norm_topk=how.norm_topk,
+        qk_norm=QK_NORMS[config.model_type],
+        qkv_bias=config.model_type == "qwen2",
+    )
     with PublishedWeights.open(dense) as weights:
         source = _Dense(weights, bool(config.tie_word_embeddings), model, how)
         pieces = [Piece(tensor.name, tensor.shape, partial(source.read, tensor)) for tensor in state_tensors(model)]
@@ -104,7 +106,7 @@ def upcycle(
             source.check(tensor)
         with storing(output, 0):
             for pattern in _TOKENIZER_FILES:
-                for path in dense.glob(pattern):
+                for path in filter(Path.is_file, dense.glob(pattern)):
                     shutil.copyfile(path, output / path.name)
         write_model(output, model, pieces, config.max_position_embeddings, form, report,
                     eos_id=config.eos_token_id)  # fmt: skip

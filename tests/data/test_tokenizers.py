@@ -74,6 +74,11 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="is not a tokenizer file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+    word_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    for text in ("{", "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(DataError, match=r"tokenizer_config.json is damaged"):
+            load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("load", [Publishable, functools.partial(load_tokenizer, through_transformers=True)])

@@ -158,6 +158,23 @@ def test_parts_that_our_model_lacks_are_named(changes: dict[str, Any], named: st
     assert caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("initializer_range", 0.0, "the model's init_std would be 0.0"),
+        ("num_experts", 0, "the model's num_experts would be 0"),
+        ("rms_norm_eps", "1e-6", "Field 'rms_norm_eps' expected float, got str"),
+        ("num_attention_heads", 0, "the model's num_heads would be 0"),
+    ],
+)
+def test_values_that_no_model_has_are_named(field: str, value: object, named: str, tmp_path: Path) -> None:
+    olmoe().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=named):
+        StartModel.open(tmp_path)
+
+
 def test_a_shared_expert_that_does_something_is_refused(tmp_path: Path) -> None:
     model = qwen2()
     model.get_parameter("model.layers.1.mlp.shared_expert.down_proj.weight").data[0, 0] = 1.0

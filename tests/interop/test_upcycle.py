@@ -156,6 +156,7 @@ def test_tokenizer_files_go_along(tmp_path: Path) -> None:
         (Upcycling(top_k=1), "--top-k is 1 with --norm-topk: .* never learns"),
         (Upcycling(noise_fraction=1.5), "--noise-fraction is 1.5"),
         (Upcycling(noise_std=-1.0), "--noise-std is -1.0"),
+        (Upcycling(noise_std=float("inf")), "--noise-std is inf"),
     ],
 )
 def test_values_that_make_no_sense_are_named(how: Upcycling, named: str, tmp_path: Path) -> None:
