@@ -221,7 +221,7 @@ class DataConfig(Section):
         "and with 0 it keeps nothing for others.",
         3,
     )
-    sequence_length: Positive = agreed("Tokens of one training sequence.")
+    sequence_length: int = agreed("Tokens of one training sequence; each but the first is predicted.", ge=2)
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
     mix: tuple[tuple[Natural, ...], ...] = agreed(
         "Weights of the datasets that data.path lists: stages [until sequence, weight, weight, ...].", ()

@@ -55,6 +55,7 @@ def tiny(*overrides: str) -> Config:
         ("optimizer.micro_batch_sequences=3", "not divisible by optimizer.micro_batch_sequences (3)", "divisor of 8"),
         ("model.document_end=257", "model.vocab_size is 257: no token has this id", "eos_id"),
         ("model.document_end=-1", "model.document_end is -1", "at least 0"),
+        ("data.sequence_length=1", "data.sequence_length is 1", "set data.sequence_length to at least 2"),
         ("scheduler.warmup_steps=1000", "not below scheduler.total_steps (1000)", "shorten"),
         ("scheduler.name=linear", "scheduler.name is 'linear'", "set scheduler.name to one of cosine, wsd"),
         ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
