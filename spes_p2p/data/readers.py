@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
+from urllib.parse import unquote
 
 from fsspec.utils import glob_translate
 
@@ -85,7 +86,7 @@ def find_hub_files(pattern: str, suffixes: tuple[str, ...]) -> list[HubFile]:
     found = HUB_DATASET.fullmatch(pattern)
     if found is None:
         raise DataError(f"{pattern} names no dataset on the hub", fix="write hf://datasets/OWNER/NAME or .../NAME/PATH")
-    name, revision, path = found[1], found[2], (found[3] or "").strip("/")
+    name, revision, path = found[1], unquote(found[2] or "") or None, (found[3] or "").strip("/")
     try:
         commit = _hub().dataset_info(name, revision=revision).sha
         root = f"datasets/{name}@{commit}"

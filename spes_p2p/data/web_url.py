@@ -12,13 +12,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from spes_p2p.errors import ConfigError
 
 MAX_URLS = 16
 MAX_URL_CHARACTERS = 512
 HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.%-]+))?(?:/(.*))?", re.ASCII)
+"""A revision with a slash has it as %2F, as in @refs%2Fconvert%2Fparquet."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -55,7 +56,7 @@ class WebFolder:
 
         repository, revision, folder = found.groups()
         path = f"{folder.strip('/')}/{name}" if folder else name
-        return hf_hub_url(repository, path, repo_type="dataset", revision=revision)
+        return hf_hub_url(repository, path, repo_type="dataset", revision=unquote(revision or "") or None)
 
 
 def checked_url(text: str, is_own: bool = False) -> str:

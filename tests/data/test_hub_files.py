@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.data import readers
 from spes_p2p.data.readers import SUFFIXES, find_hub_files
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import DataError, NetworkError
@@ -63,6 +64,21 @@ def test_files_folders_and_globs_name_what_they_name_here(hub: HubServer) -> Non
     assert names(f"{hf}/data/one.jsonl") == ["one.jsonl"]
     assert sorted(names(f"{hf}/data/*")) == ["one.jsonl", "three.parquet"]
     assert names(f"{hf}/nothing") == []
+
+
+def test_a_revision_may_have_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own conversions to Parquet lie at refs/convert/parquet."""
+    asked: list[tuple[str, str | None]] = []
+
+    class Hub:
+        def dataset_info(self, name: str, revision: str | None) -> None:
+            asked.append((name, revision))
+            raise FileNotFoundError
+
+    monkeypatch.setattr(readers, "_hub", Hub)
+    for revision in ("@refs%2Fconvert%2Fparquet", "@v1.0", ""):
+        assert find_hub_files(f"hf://{NAME}{revision}/data", SUFFIXES) == []
+    assert asked == [("me/text", "refs/convert/parquet"), ("me/text", "v1.0"), ("me/text", None)]
 
 
 def test_it_is_pinned_to_the_commit_of_the_moment(hub: HubServer) -> None:

@@ -63,6 +63,7 @@ def test_a_folder_on_the_hub_is_resolved_there() -> None:
     url = "https://huggingface.co/datasets/me/mine/resolve"
     assert WebFolder("hf://datasets/me/mine").of("a.npy") == f"{url}/main/a.npy"
     assert WebFolder("hf://datasets/me/mine@v1/x/y/").of("a.npy") == f"{url}/v1/x/y/a.npy"
+    assert WebFolder("hf://datasets/me/mine@refs%2Fpr%2F1").of("a.npy") == f"{url}/refs%2Fpr%2F1/a.npy"
     assert WebFolder("https://example.org/x/").of("a b.npy") == "https://example.org/x/a%20b.npy"
 
 
