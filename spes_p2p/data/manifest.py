@@ -170,6 +170,11 @@ def _from_manifest(path: Path) -> Dataset:
     manifest = Manifest.read(path)
     files = []
     for shard in manifest.shards:
+        if not isinstance(shard.file, str) or Path(shard.file).name != shard.file:  # it would be handed out to others
+            raise DataError(
+                f"{path} names the shard {shard.file!r}, which is not in its folder",
+                fix="run spes-p2p tokenize, and ask whoever gave you this folder",
+            )
         dtype, file = _inspect(path.parent / shard.file, manifest.dtype)
         if (dtype, file.tokens) != (manifest.dtype, shard.tokens):
             raise DataError(
@@ -224,14 +229,18 @@ def _from_folders(path: Path, folders: list[Path]) -> Dataset:
     datasets = [Dataset.open(folder) for folder in folders]
     first = datasets[0]
     for name, dataset in zip(names, datasets, strict=True):
-        if (dataset.dtype, dataset.tokenizer_fingerprint) != (first.dtype, first.tokenizer_fingerprint):
+        if _cut_by(dataset) != _cut_by(first):
             raise DataError(
                 f"datasets {names[0]} and {name} in {path} were not made with the same tokenizer",
-                fix="tokenize them with one tokenizer",
+                fix="tokenize them with one tokenizer, and the same --eos-token",
             )
     files = tuple(file for dataset in datasets for file in dataset.files)
     parts = tuple((name, len(dataset.files)) for name, dataset in zip(names, datasets, strict=True))
     return dataclasses.replace(first, files=files, urls=(), parts=parts)
+
+
+def _cut_by(dataset: Dataset) -> tuple[str, str | None, int | None]:
+    return dataset.dtype, dataset.tokenizer_fingerprint, dataset.eos_id
 
 
 def _inspect(path: Path, raw_dtype: str) -> tuple[str, TokenFile]:

@@ -56,6 +56,20 @@ def test_a_shard_of_another_corpus_is_refused(folder: Path) -> None:
         Dataset.open(folder)
 
 
+@pytest.mark.parametrize("name", ["../secret", "sub/../../secret", "{parent}/secret", 5])
+def test_a_manifest_names_no_file_outside_of_its_folder(folder: Path, name: str | int) -> None:
+    """Whoever serves the dataset would hand that file out."""
+    (folder.parent / "secret").write_bytes(b"a key!")
+    (folder / "sub").mkdir()
+    path = folder / "manifest.json"
+    plain = json.loads(path.read_text())
+    file = name.format(parent=folder.parent) if isinstance(name, str) else name
+    plain["shards"] = [{"file": file, "tokens": 3, "sha256": None}]
+    path.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match="which is not in its folder"):
+        Dataset.open(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

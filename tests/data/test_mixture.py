@@ -198,6 +198,11 @@ def test_weights_and_datasets_that_do_not_go_together_are_refused(folders: Path,
     with pytest.raises(DataError, match="two have the same name"):
         open_dataset(config)
     folders.write_text("web\ncode\n")
+    other = tmp_path / "code" / "manifest.json"
+    other.write_text(other.read_text().replace('"eos_id": 256', '"eos_id": 0'))  # tokenize --eos-token
+    with pytest.raises(DataError, match=r"datasets web and code in .* were not made with the same tokenizer"):
+        open_dataset(config)
+    other.write_text(other.read_text().replace('"eos_id": 0', '"eos_id": 256'))
     long = config_of(folders, "data.mix=[[0, 1, 2]]", "data.sequence_length=500")
     with pytest.raises(DataError, match="dataset code of the mixture has not one training sequence"):
         LeasedLoader(open_dataset(long), long)
