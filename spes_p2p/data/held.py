@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Annotated
 
 from spes_p2p.bounds import Bounded, between, length
@@ -63,8 +64,8 @@ def _at_nodes(held: Mapping[PeerId, Held]) -> Coverage | None:
     if not parts:
         sole = tuple(everything) if len(everything) == 1 else ()
         return Coverage(len(everything), sole, 0.0 if sole else 1.0) if everything else None
-    first = max(one.first for one in parts.values())
-    end = max(one.first + 8 * len(one.bits) for one in parts.values())
+    first = median_high(one.first for one in parts.values())  # as most say: one that lies, or lags, moves nothing
+    end = median_high(one.first + 8 * len(one.bits) for one in parts.values())
     fewest, needed, safe = len(held), dict[PeerId, None](), None
     for span in range(first, end):
         able = [*everything, *(peer for peer, one in parts.items() if one.has(span))]

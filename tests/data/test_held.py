@@ -36,6 +36,12 @@ def test_whoever_has_everything_alone_is_needed() -> None:
     assert coverage({BOOT: WHOLE, A: WHOLE}) == Coverage(2, (), 1.0)
 
 
+@pytest.mark.parametrize("lie", [held(2**60, "x......."), held(0, "." * 4096), held(2**60, "x" * 4096)])
+def test_one_that_lies_about_where_the_run_stands_hides_no_copies(lie: Held) -> None:
+    honest = {PeerId(f"peer-{number}"): held(20, "x" * 64) for number in range(3)}
+    assert coverage({**honest, A: lie}) == Coverage(3, (), 1.0)
+
+
 def test_the_least_copied_span_counts() -> None:
     assert coverage({BOOT: WHOLE, A: held(0, "xxxx....")}) == Coverage(1, (BOOT,), 0.5)
     assert coverage({A: held(0, "xxxx...."), B: held(0, "...xxxxx")}) == Coverage(1, (A, B), 0.0)
