@@ -60,13 +60,17 @@ def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=eos_token)
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, eos_token=eos_token)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: of words that are not for its class
         raise not_loaded(name, first_line(error)) from error
     if (Path(name) / FILE).is_file():
         rust = getattr(loaded, "backend_tokenizer", None)
         if rust is None or HuggingFaceTokenizer(name, rust, ours.eos_id).fingerprint != ours.fingerprint:
             # AutoTokenizer builds many a class from its words alone, but the file as it lies there has cut the data
             loaded = PreTrainedTokenizerFast.from_pretrained(name, eos_token=eos_token)
+        if max(loaded.get_vocab().values()) >= ours.vocab_size:
+            # its config names tokens that the file lacks, so that the model has no row for them
+            template = loaded.chat_template
+            loaded = PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=eos_token, chat_template=template)
     return loaded  # with its chat template, too
 
 

@@ -142,8 +142,9 @@ def test_a_tokenizer_of_others_goes_along(tmp_path: Path) -> None:
         exported(tmp_path / "small", small, random_state(small)[1], tokenizer=Publishable(str(tmp_path)))
 
 
+@pytest.mark.parametrize("own", [{}, {"pad_token": "<in no file>"}])
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
-def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, own: dict[str, str], tmp_path: Path) -> None:
     """Of many a class AutoTokenizer builds another one from its words, without what the file does before."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
@@ -154,13 +155,14 @@ def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, tmp_path: 
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     rust.save(str(tmp_path / "tokenizer.json"))
-    about = {"tokenizer_class": name, "eos_token": "<end>", "chat_template": "{{ messages }}"}
+    about = {"tokenizer_class": name, "eos_token": "<end>", "chat_template": "{{ messages }}"} | own
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     Publishable(str(tmp_path)).save(tmp_path / "out", 64)
     ours, again = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "IN 1234"
     assert again(text)["input_ids"] == ours.encode([text])[0].tolist()
     assert (again.eos_token_id, again.chat_template, again.model_max_length) == (257, "{{ messages }}", 64)
+    assert max(again.get_vocab().values()) < ours.vocab_size == 258  # what the model has rows for
 
 
 def test_the_card_says_what_it_is(tmp_path: Path) -> None:
