@@ -44,6 +44,8 @@ __all__ = [
 ]
 MOST_WEIGHT = 1000
 """What the weights of a mixture add up to, at most."""
+MOST_SEQUENCES = 2**62
+"""A stage of a mixture ends before; positions are 64-bit integers."""
 
 
 class Config(Section):
@@ -77,7 +79,7 @@ class Config(Section):
     def _check_mix(self) -> None:
         data, weights = self.data, len(self.data.mix[0]) - 1 if self.data.mix else 0
         ends = [stage[0] for stage in data.mix if stage]
-        rising = all(0 < before < after for before, after in pairwise((*ends[:-1], math.inf)))
+        rising = all(0 < before < after for before, after in pairwise((*ends[:-1], MOST_SEQUENCES)))
         if weights < 1 or any(len(stage) != weights + 1 for stage in data.mix) or not rising or ends[-1] != 0:
             raise ConfigError(
                 f"data.mix is {[list(stage) for stage in data.mix]}, which is no list of stages",

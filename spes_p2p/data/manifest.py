@@ -195,7 +195,7 @@ def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
             raise DataError(f"the dtype of the raw memmaps in {path} is not known", fix="set data.raw_dtype")
         raw_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         fix = "give a folder with manifest.json, or a text file with one path per line"
         raise DataError(f"{path} is not a text file of paths", fix=fix) from error

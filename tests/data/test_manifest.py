@@ -115,6 +115,12 @@ def test_raw_lists_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         Dataset.open(tmp_path / "nowhere")
 
 
+def test_a_list_may_begin_with_the_mark_that_windows_puts_there(tmp_path: Path) -> None:
+    path = raw_list(tmp_path, np.arange(8, dtype=np.uint16))
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert Dataset.open(path, "uint16").tokens == 8
+
+
 @pytest.mark.parametrize("text", ["some prose that is not a path\n", "x" * 5000 + "\n"])
 def test_text_in_place_of_a_list_of_paths_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "corpus.txt").write_text(text)
