@@ -41,6 +41,10 @@ Ids = NDArray[np.unsignedinteger]
 """Token ids of one text, in whatever unsigned type the tokenizer makes them."""
 
 
+class NoEndOfText(DataError):
+    """Nothing says which token ends a text, which whoever has the data may know."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids. Instances are picklable."""
 
@@ -198,7 +202,7 @@ def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | int | None) 
     if eos_token:
         raise DataError(f"tokenizer {name!r} has no token {eos_token!r} to end a text", fix="give one with --eos-token")
     known = ", ".join(WELL_KNOWN_EOS)
-    raise DataError(
+    raise NoEndOfText(
         f"tokenizer {name!r} does not say which token ends a text, and has none of {known}",
         fix="name the token with --eos-token",
     )

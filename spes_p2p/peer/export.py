@@ -12,7 +12,7 @@ from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
 from spes_p2p.checkpoint.save import METADATA_FILE
 from spes_p2p.config.load import config_from_text
 from spes_p2p.config.sections import DataConfig
-from spes_p2p.data.tokenizers import is_public
+from spes_p2p.data.tokenizers import NoEndOfText, is_public, load_tokenizer
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
 from spes_p2p.interop.export import export_model, filled_folder
@@ -54,8 +54,12 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
     Raises ConfigError, CheckpointError, DataError (the tokenizer), NetworkError, StorageFull.
     """
     wanted = options.tokenizer
-    if wanted is not None and options.checkpoint is None:
-        Publishable(wanted)  # before a model is fetched
+    if wanted is not None:  # before a model is fetched or read
+        try:
+            load_tokenizer(wanted)
+        except NoEndOfText:
+            if options.checkpoint is None:  # which may say it
+                raise
     with filled_folder(options.output) as folder:
         own: Mapping[str, Any] = {}
         if options.checkpoint is not None:
