@@ -204,14 +204,9 @@ def _train(
     saved_lead = SavedLead(checkpoints, store, info, me, connection.layout, connection.disk, learning)
     loop_options = LoopOptions(dump, options.until_round, pause, saved_lead)
     loop = TrainingLoop(connection, learning, bus.emit, saver, loop_options)
-    restored = _restore(resumed, tip, me, learning)
-    values_ahead = None
-    if resumed is not None and restored is None:
-        values_ahead = partial(saved_lead.of, resumed)
-    del resumed  # it maps a checkpoint that may be removed while training goes on
     try:
-        loop.begin(tip.manifest, restored, values_ahead)
-        del values_ahead  # and so does this
+        _begin(loop, resumed, tip, me, learning, saved_lead)
+        del resumed  # it maps a checkpoint that may be removed while training goes on
         loop.run()
         Departure(loop).run()
         if said := farewell.receipt():
@@ -282,6 +277,23 @@ def _ranks(
         )
     with LocalRanks(count, device, lost, cards) as local:
         yield local.ranks
+
+
+def _begin(
+    loop: TrainingLoop,
+    resumed: Resumed | None,
+    tip: Commit,
+    me: PeerId,
+    learning: TrainingSetup,
+    saved_lead: SavedLead,
+) -> None:
+    """Takes up the state of the tip, from where a checkpoint left it if there is one.
+
+    What that is ahead counts, too, where the first round begins anew: also where it is of the very tip, but this peer
+    has to be named again first.
+    """
+    restored = _restore(resumed, tip, me, learning)
+    loop.begin(tip.manifest, restored, None if resumed is None else partial(saved_lead.of, resumed))
 
 
 def _restore(resumed: Resumed | None, tip: Commit, me: PeerId, learning: TrainingSetup) -> Restored | None:

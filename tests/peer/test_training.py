@@ -33,7 +33,8 @@ from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.presence import Progress
-from spes_p2p.peer.resume import SavedLead, TrainingSetup
+from spes_p2p.peer.resume import Resumed, SavedLead, TrainingSetup
+from spes_p2p.peer.run import _begin
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, StepLimits, TrainingLoop, ValuesAhead
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
@@ -414,10 +415,9 @@ def test_who_has_nothing_to_carry_begins_with_what_its_checkpoint_is_ahead(story
     np.testing.assert_array_equal(story.values(), start.block(0))
 
 
-def test_who_was_let_go_and_is_named_again_is_ahead_as_before(tmp_path: Path) -> None:
-    """With real checkpoints: what was counted and has had no turn goes on, what was trained since does not."""
-    story = Story(tmp_path, "sync.vocabulary_rounds=3", "sync.tile_values=128")
-    loop, info, is_in = story.loop, story.run.info, True
+def saved_lead_of(story: Story, folder: Path) -> SavedLead:
+    """By real checkpoints, which the loop saves from now on."""
+    run, disk = story.run, story.connection.disk
 
     def save(manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
         private = {
@@ -425,21 +425,26 @@ def test_who_was_let_go_and_is_named_again_is_ahead_as_before(tmp_path: Path) ->
             "trainer": story.trainer.private_state(), "loader": story.loader.state_dict(),
         }  # fmt: skip
         save_checkpoint(
-            tmp_path / "checkpoints", version, manifest.step, private, {"fingerprint": info.fingerprint.hex()}, 2
+            folder / "checkpoints", version, manifest.step, private, {"fingerprint": run.info.fingerprint.hex()}, 2
         )
+
+    learning = TrainingSetup(story.config, story.trainer, story.loader, story.dataset)
+    disk.chain.find = lambda round: story.commits[round]
+    disk.chain.has = lambda head, round: manifest_hash(story.commits[round].manifest) == head
+    story.loop.save = save
+    return SavedLead(folder / "checkpoints", folder / "state", run.info, A, run.layout, disk, learning)
+
+
+def test_who_was_let_go_and_is_named_again_is_ahead_as_before(tmp_path: Path) -> None:
+    """With real checkpoints: what was counted and has had no turn goes on, what was trained since does not."""
+    story = Story(tmp_path, "sync.vocabulary_rounds=3", "sync.tile_values=128")
+    loop, is_in = story.loop, True
 
     def go_on() -> Values:
         loop.take(story.gate.wait(0.0))
         return story.values()
 
-    learning = TrainingSetup(story.config, story.trainer, story.loader, story.dataset)
-    disk = story.connection.disk
-    disk.chain.find = lambda round: story.commits[round]
-    disk.chain.has = lambda head, round: manifest_hash(story.commits[round].manifest) == head
-    loop.save = save
-    story.saved_ahead = SavedLead(
-        tmp_path / "checkpoints", tmp_path / "state", info, A, story.run.layout, disk, learning
-    )
+    story.saved_ahead = saved_lead_of(story, tmp_path)
     story.connection.is_member = lambda: is_in
     story.on_ready = lambda work: story.commit(counted=True, vocabulary=False)
     loop.begin(story.manifest)
@@ -456,6 +461,29 @@ def test_who_was_let_go_and_is_named_again_is_ahead_as_before(tmp_path: Path) ->
     last = story.run.layout.tiles[vocabulary_tiles(story.run.layout) - 1]
     assert np.abs(ahead[: last.stop]).max() > 1e-4
     assert not ahead[last.stop :].any()
+
+
+def test_who_comes_back_before_a_round_has_ended_and_is_named_again_is_ahead_as_before(tmp_path: Path) -> None:
+    """Its checkpoint is of the very tip, by which it is no member any more."""
+    story = Story(tmp_path, "sync.vocabulary_rounds=3", "sync.tile_values=128")
+    lead, is_in = saved_lead_of(story, tmp_path), True
+    story.connection.is_member = lambda: is_in
+    story.on_ready = lambda work: story.commit(counted=True, vocabulary=False)
+    story.loop.begin(story.manifest)
+    story.loop._train()
+    story.loop.take(story.gate.wait(0.0))
+    ahead = story.values() - story.store.version(1).block(0)
+    story.learn_from(story.dataset)
+    is_in = False
+    resumed = Resumed.load(lead.folder, lead.info, story.run.layout, story._emit)
+    assert resumed is not None
+    _begin(story.loop, resumed, story.commits[1], A, lead.learning, lead)
+    assert story.loop.machine.stage is Stage.OUTSIDE
+    is_in = True
+    story.commit(counted=False)
+    story.loop.take(story.gate.wait(0.0))
+    assert np.abs(ahead).max() > 1e-4
+    np.testing.assert_allclose(story.values(), story.store.version(2).block(0) + ahead, atol=1e-6)
 
 
 def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(
