@@ -20,7 +20,7 @@ takes nobody in. They are kept on disk for a restart.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +30,11 @@ from spes_p2p.codecs.sizes import encoded_bytes
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import StorageFull
 from spes_p2p.files import storing, write_whole
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import Hash
 from spes_p2p.state.basis import Basis, Coordinates, basis_values, first_basis, matrices, next_basis
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import DTYPE, bytes_of
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.clipping import opposed
-from spes_p2p.sync.reduce import LARGEST_ENCODED, screen
 
 _DIGEST_BYTES = 32
 """Of a mark, which is a manifest's hash, and of the check of a file."""
@@ -99,15 +97,6 @@ def read_coordinates(layout: Layout, tiles: Sequence[Tile], data: memoryview | b
     if layout.guest_codec == "fp32":
         return np.frombuffer(data[_DIGEST_BYTES:], DTYPE)
     return decode(layout.guest_codec, data[_DIGEST_BYTES:], _num_coordinates(layout, tiles))
-
-
-def screen_coordinates(found: Mapping[PeerId, Values], clips: bool) -> dict[PeerId, str]:
-    """Guests that must stay out of a slice, each with the reason (see `screen`, and `opposed` with `clips`)."""
-    nothing = np.zeros_like(next(iter(found.values()))) if found else np.empty(0, np.float32)
-    refused = screen(found, nothing, dict.fromkeys(found, 1), LARGEST_ENCODED)
-    if clips:
-        refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, nothing)
-    return refused
 
 
 class Bases:

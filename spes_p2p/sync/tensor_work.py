@@ -30,11 +30,11 @@ from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.fraud import Charge, Given
-from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, take_in
+from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, take_in
 from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit
+from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit, unfit_guests
 from spes_p2p.sync.surroundings import PeerContext
 from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import pack
@@ -305,7 +305,7 @@ class TensorSlice:
             self._guests[entry.peer] = values
 
     def screen_guests(self) -> dict[PeerId, str]:
-        refused = screen_coordinates(self._guests, self._rules.clips)
+        refused = unfit_guests(self._rules, self._piece, self._roster, self._guests)
         for peer in refused:
             del self._guests[peer]
         return refused

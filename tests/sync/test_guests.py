@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.basis import Basis, Coordinates, first_basis, matrices, next_basis
 from spes_p2p.state.layout import Layout, Values
-from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, sent_coordinates, take_in
+from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, sent_coordinates, take_in
+from spes_p2p.sync.reduce import TOO_LARGE
+from spes_p2p.sync.slice_mean import unfit_guests
+from spes_p2p.testing.sim_state import run_rules
 
 RANK = 3
 MARK = Hash(b"m" * 32)
@@ -28,6 +34,13 @@ def layout_of(*more: str) -> Layout:
 @pytest.fixture(scope="module")
 def layout() -> Layout:
     return layout_of()
+
+
+def unfit(found: dict[PeerId, Values], steps: dict[str, int] | None = None, turns: int = 1) -> dict[PeerId, str]:
+    """Guests of a slice of which that is said, by a roster in which a peer made as many steps as here, else 10."""
+    rules = dataclasses.replace(run_rules(columns=2, shared_tiles=1), expert_rounds=turns)
+    roster = {peer: Contribution(peer, 8, (steps or {}).get(peer, 10), 8) for peer in found}
+    return unfit_guests(rules, Slice(BLOCK, 5, 1, PeerId("owner"), (PeerId("owner"),)), roster, found)
 
 
 def normal(size: int, seed: int) -> Values:
@@ -160,12 +173,21 @@ def test_coordinates_that_are_not_finite_arrive_so_that_they_are_found() -> None
         sent = sent_coordinates(layout, Coordinates(MARK, values))
         read = read_coordinates(layout, tiles, sent, first_basis(layout, COLUMN, MARK))
         assert read is not None
-        assert set(screen_coordinates({PeerId("a"): read}, False)) == {"a"}
+        assert set(unfit({PeerId("a"): read})) == {"a"}
 
 
 def test_coordinates_that_are_unfit_stay_out() -> None:
     found = {PeerId(name): normal(50, seed) for seed, name in enumerate("abcd")}
     found[PeerId("b")] = found[PeerId("b")] * 100
     found[PeerId("c")] = np.full(50, np.inf, np.float32)
-    assert set(screen_coordinates(found, False)) == {"b", "c"}
-    assert screen_coordinates({}, False) == {}
+    assert set(unfit(found)) == {"b", "c"}
+    assert unfit({}) == {}
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_guest_that_is_a_hundred_times_as_fast_is_fit(turns: int) -> None:
+    """As contributors are: it goes further, not for each step."""
+    found = {PeerId(name): normal(50, seed) for seed, name in enumerate("abcde")}
+    found[PeerId("b")] = found[PeerId("b")] * 100
+    found[PeerId("c")] = found[PeerId("c")] * 1e5
+    assert unfit(found, {"b": 1000, "c": 1000}, turns) == {"c": TOO_LARGE}
