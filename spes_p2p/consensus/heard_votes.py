@@ -8,15 +8,17 @@ seen is kept by who saw it, and one that nobody saw is made again in a later bal
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 from spes_p2p.consensus.content import Equivocation, says
 from spes_p2p.consensus.electorate import MAX_BALLOT, NIL, AnyVote, Electorate, is_polka, make_polka
 from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId
+
+AnyWord = TypeVar("AnyWord", Prevote, Precommit, Proposal)
 
 
 @dataclass
@@ -55,6 +57,28 @@ class HeardVotes:
         for prevotes in self._quorums(self.prevotes):
             self._keep(make_polka(prevotes, self.electorate))
 
+    def is_news(self, votes: Votes) -> bool:
+        """Whether `take` would change anything: what is known may be repeated by anybody, thousands of times."""
+        proposal = votes.proposal if votes.proposal is not None and self._is_proposal(votes.proposal) else None
+        carried = (votes.polka, proposal.value.polka if proposal is not None else None)
+        polkas = [polka for polka in carried if polka is not None and self.is_good(polka)]
+        prevotes = (votes.prevote, *(signed for polka in polkas for signed in polka.prevotes))
+        return (
+            any(self.polka is None or polka.ballot > self.polka.ballot for polka in polkas)
+            or any(self._is_new(signed, self.prevotes) for signed in prevotes)
+            or self._is_new(votes.precommit, self.precommits)
+            or self._is_new(proposal, self.proposals)
+        )
+
+    def _is_new(self, signed: Signed[AnyWord] | None, kept: Mapping[PeerId, Signed[AnyWord]]) -> bool:
+        """Whether it is the newest of its author, or the first proof against it."""
+        if signed is None or not self._is_in_order(signed):
+            return False
+        known = kept.get(signed.author)
+        if known is None or known.value.ballot != signed.value.ballot:
+            return ballot_of(known) < signed.value.ballot
+        return signed.author not in self.evidence and says(known) != says(signed)
+
     def _take_vote(self, signed: Signed[AnyVote], kept: dict[PeerId, Signed[AnyVote]]) -> None:
         """The newest of its author; of two in one ballot the first, and both are evidence."""
         if not self._is_in_order(signed):
@@ -80,9 +104,7 @@ class HeardVotes:
 
     def _take_proposal(self, signed: Signed[Proposal]) -> None:
         proposal = signed.value
-        if not self._is_in_order(signed) or signed.author != self.electorate.leader(proposal.ballot):
-            return
-        if proposal.polka is not None and not self._is_older_polka(proposal):
+        if not self._is_proposal(signed):
             return
         known = self.proposals.get(signed.author)
         if known is not None and known.value.ballot == proposal.ballot and says(known) != says(signed):
@@ -92,11 +114,13 @@ class HeardVotes:
         if ballot_of(known) < proposal.ballot:
             self.proposals[signed.author] = signed
 
-    def _is_older_polka(self, proposal: Proposal) -> bool:
-        """Whether the polka of a proposal is one, for its value, of an earlier ballot."""
-        polka = proposal.polka
-        assert polka is not None
-        return polka.value == proposal.value and polka.ballot < proposal.ballot and self.is_good(polka)
+    def _is_proposal(self, signed: Signed[Proposal]) -> bool:
+        """Whether it is by who leads its ballot, and its polka, if it has one, is for its value in an earlier one."""
+        proposal, polka = signed.value, signed.value.polka
+        if not self._is_in_order(signed) or signed.author != self.electorate.leader(proposal.ballot):
+            return False
+        is_older = polka is None or (polka.value == proposal.value and polka.ballot < proposal.ballot)
+        return is_older and (polka is None or self.is_good(polka))
 
     def is_good(self, polka: Polka) -> bool:
         return is_polka(polka, self.electorate, self.fingerprint, self.parent)

@@ -56,19 +56,19 @@ class Voting(Part):
     def hear(self, votes: Votes, now: float) -> bool:
         """Takes in what another one tells; whether there was something new in it."""
         self._compare(votes)
-        heard = self._state.round.vote.heard
-        before, proposal = heard.copy(), heard.proposal_at(self._leadership.ballot())
-        self._step(vote_on.Heard(self._leadership.near(votes)), now)
-        if heard == before:
+        heard, near = self._state.round.vote.heard, self._leadership.near(votes)
+        if not heard.is_news(near):
             return False
-        if heard.polka != before.polka or heard.proposal_at(self._leadership.ballot()) != proposal:
+        polka, proposal = heard.polka, heard.proposal_at(self._leadership.ballot())
+        self._step(vote_on.Heard(near), now)
+        if heard.polka != polka or heard.proposal_at(self._leadership.ballot()) != proposal:
             self._state.note_progress(now)
         return True
 
     def _compare(self, votes: Votes) -> None:
         """Holds what somebody heard of the vote on our tip against what we did: authors may have said two things."""
         before, said = self._others.votes_before, votes.prevote or votes.precommit or votes.proposal
-        if before is None or said is None or said.value.parent != before.parent:
+        if before is None or said is None or said.value.parent != before.parent or not before.is_news(votes):
             return
         before.take(votes)
         for evidence in before.evidence.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from spes_p2p.consensus.actions import Action, CatchUp, Forget
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.content import Envelope, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_polka
+from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import manifest_hash
@@ -22,6 +25,7 @@ from spes_p2p.consensus.messages import (
     DegradedProposal,
     DegradedVote,
     Intent,
+    Polka,
     Precommit,
     Prevote,
     Proposal,
@@ -33,7 +37,11 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MOST_TURNS, Identity
 from spes_p2p.consensus.statements import content_of
+from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.vote_events import Action as VoteAction
+from spes_p2p.consensus.vote_events import Event as VoteEvent
+from spes_p2p.consensus.vote_events import Heard
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
@@ -121,6 +129,48 @@ def test_a_liar_does_not_hold_up_deadlines(how: str) -> None:
         elector.hears(envelope, float(beat))
         moved += core.state.round.progress_at == float(beat)
     assert moved < 5
+
+
+def test_a_thousand_words_that_say_nothing_new_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may send them, without a signature of its own."""
+    elector, looks = Elector(4, Faults.BYZANTINE), list[VoteEvent]()
+    run, other = (elector.rules.fingerprint, elector.core.tip_hash), elector.order[2]
+    out_of_turn = FakeSealer(other).seal(Proposal(*run, 1, sha256(b"x")))
+    handle = Tendermint.handle
+
+    def counting(machine: Tendermint, event: VoteEvent) -> list[VoteAction]:
+        looks.append(event)
+        return handle(machine, event)
+
+    monkeypatch.setattr(Tendermint, "handle", counting)
+    known = elector.prevote(elector.order[1], 0, NO_HASH)
+    for votes in (known, Votes(), Votes(proposal=out_of_turn), Votes(polka=Polka(7, sha256(b"x"), ()))):
+        elector.hears(Envelope(PeerId("stranger"), votes=(votes,) * 1000), 0.5)
+    assert sum(isinstance(event, Heard) for event in looks) == 1
+
+
+def test_what_is_news_is_what_changes_something() -> None:
+    elector, chance = Elector(4, Faults.BYZANTINE), random.Random(5)
+    run, order = (elector.rules.fingerprint, elector.core.tip_hash), elector.order
+    values = [sha256(b"x"), sha256(b"y"), NO_HASH]
+    seen = Counter[bool]()
+    for _ in range(300):
+        heard = HeardVotes(Electorate(order, Faults.BYZANTINE), *run)
+        for _ in range(30):
+            author, ballot, value = FakeSealer(chance.choice(order)), chance.randrange(4), chance.choice(values)
+            polka = heard.polka if chance.random() < 0.5 else None
+            proposal = Proposal(*run, ballot, polka.value if polka else value, polka)
+            votes = chance.choice((
+                Votes(prevote=author.seal(Prevote(*run, ballot, value))),
+                Votes(precommit=author.seal(Precommit(*run, ballot, value))),
+                Votes(proposal=author.seal(proposal)),
+                Votes(polka=polka),
+            ))  # fmt: skip
+            before, is_news = heard.copy(), heard.is_news(votes)
+            heard.take(votes)
+            assert is_news == (heard != before)
+            seen[is_news] += 1
+    assert min(seen[True], seen[False]) > 1000
 
 
 def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> None:
