@@ -54,6 +54,25 @@ def unpack(kind: type[T], data: bytes | memoryview, max_bytes: int = MAX_MESSAGE
         )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise RemoteProtocolError(f"not a msgpack value where {kind.__name__} was expected: {error}") from error
+    return _read(kind, plain)
+
+
+def unpack_first(kind: type[T], data: bytes) -> T:
+    """The first field of a packed record, a `kind`; the others are not looked at. For what was checked as a whole once.
+
+    Raises RemoteProtocolError where the bytes do not begin so.
+    """
+    unpacker = msgpack.Unpacker(raw=False, object_pairs_hook=_no_map, max_map_len=0, max_ext_len=0)
+    try:
+        unpacker.feed(data)
+        unpacker.read_array_header()
+        plain = unpacker.unpack()
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise RemoteProtocolError(f"not a record that begins with {kind.__name__}: {error}") from error
+    return _read(kind, plain)
+
+
+def _read(kind: type[T], plain: Any) -> T:
     try:
         return typing.cast(T, _reader(typing.cast(Any, kind))(plain))
     except _Mismatch as error:

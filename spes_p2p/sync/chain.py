@@ -11,7 +11,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from spes_p2p.consensus.certificate import CheckSignature, check_certificate
 from spes_p2p.consensus.child_checks import check_child
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import Certificate, Commit
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
@@ -27,7 +28,7 @@ from spes_p2p.files import sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.hashes import split_hashes
 from spes_p2p.sync.genesis import RunInfo, check_genesis
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack, unpack, unpack_first
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")
 MOST_LEFT = 256
@@ -75,8 +76,18 @@ class CommitFiles:
 
     def parsed(self, round: int) -> Commit:
         """Raises StateError where the file is damaged."""
-        try:
+        with self._noticing_damage(round):
             return unpack(Commit, self.read(round))
+
+    def name(self, round: int) -> Hash:
+        """The hash of the manifest, without a look at what may be large. Raises StateError as `parsed` does."""
+        with self._noticing_damage(round):
+            return unpack_first(Certificate, self.read(round)).manifest
+
+    @contextmanager
+    def _noticing_damage(self, round: int) -> Iterator[None]:
+        try:
+            yield
         except RemoteProtocolError as error:
             raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
 
@@ -296,15 +307,13 @@ class Chain:
             return tuple(self._files.size(round) for round in range(min(length, self.length)))
 
     def has(self, head: Hash, round: int) -> bool:
-        """Whether `head` names the commit of that round, as far as it is here."""
-        found = self.find(round)
-        return found is not None and manifest_hash(found.manifest) == head
+        """Whether `head` names the commit of that round, as far as it is here. Cheap: strangers ask for many."""
+        with self._lock:
+            return 0 <= round < self.length and self._files.name(round) == head
 
     def knows(self, head: Hash, round: int) -> bool:
         """Whether `head` names one of the commits up to `round`."""
-        if head == manifest_hash(self.commit(round).manifest):
-            return True
-        return any(self.commit(at).manifest.parent == head for at in range(round, 0, -1))
+        return any(self.has(head, at) for at in range(round, -1, -1))
 
 
 def _counting(ledger: Ledger, commits: Iterable[Commit]) -> Ledger:

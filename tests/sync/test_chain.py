@@ -187,6 +187,19 @@ def test_known_heads(tmp_path: Path) -> None:
     assert not chain.knows(sha256(b"?"), 3)
 
 
+def test_whether_a_head_is_ours_is_known_without_a_look_at_manifests(tmp_path: Path) -> None:
+    """They may be large, and a stranger's message may name a thousand heads."""
+    chain = filled(tmp_path)
+    path = tmp_path / "00000002.commit"
+    path.write_bytes(path.read_bytes()[: 1 + len(pack(COMMITS[2].certificate))])
+    assert chain.has(manifest_hash(COMMITS[2].manifest), 2)
+    assert not chain.has(manifest_hash(COMMITS[1].manifest), 2)
+    assert not chain.has(manifest_hash(COMMITS[4].manifest), 4)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StateError, match="is damaged"):
+        chain.has(manifest_hash(COMMITS[2].manifest), 2)
+
+
 def links(*commits: Commit, before: Commit | None = None) -> None:
     ledger = EMPTY if before is None else RUN.ledger_of(before.manifest)
     check_links(commits, before, ledger, RUN.info, RUN.rules, RUN.keys.verify)
