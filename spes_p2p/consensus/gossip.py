@@ -129,10 +129,11 @@ class Gossip(Part):
         return not theirs.intent.joining and all(member.peer != theirs.peer for member in self._state.tip.members)
 
     def _passed_on(self, theirs: Status, now: float) -> tuple[Signed[Status], ...]:
-        """Fresh statuses of electors that do not reach `theirs` themselves."""
+        """Fresh statuses of electors that do not reach `theirs` themselves; whatever it asks for, each once."""
         limit = now - 2 * self._pace.heartbeat_seconds
-        known = ((p, self._others.contacts.get(p)) for p in theirs.unheard if p != theirs.peer)
-        return tuple(contact.signed for _, contact in known if contact is not None and contact.at >= limit)
+        asked = {*theirs.unheard} - {theirs.peer}
+        known = (self._others.contacts.get(peer) for peer in self._state.electors if peer in asked)
+        return tuple(contact.signed for contact in known if contact is not None and contact.at >= limit)
 
     def _missed(self, receiver: PeerId, sent: set[object]) -> tuple[Signed[Status], ...]:
         """Words of those whom a leader left out: the next one may not have heard them either."""

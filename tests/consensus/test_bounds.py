@@ -398,6 +398,14 @@ def test_bytes_that_move_at_a_stranger_keep_no_leader(name: str, counts: bool) -
     assert (story.core.state.round.progress_at == 2.5) == counts
 
 
+def test_who_asks_a_thousand_times_for_one_status_gets_it_once() -> None:
+    story, stranger = Beginning(), PeerId("stranger")
+    story.says(story.honest, 1.0)
+    story.says(stranger, 1.0, unheard=(story.honest, *[story.honest] * 1000, PeerId("nobody")))
+    sent = [act.envelope for act in story.core.handle(on.ClockTicked(), 2.0) if act.to == stranger]
+    assert [[signed.author for signed in envelope.statuses] for envelope in sent] == [[story.core.me, story.honest]]
+
+
 def test_only_who_leads_closes_a_round() -> None:
     """Ballot k is led by elector k, once somebody is there."""
 
