@@ -186,6 +186,8 @@ class Inbound(Part):
     def _hear_degraded_proposal(self, signed: Signed[DegradedProposal], now: float) -> bool:
         """The newest of each set, by its leader."""
         proposal, current = signed.value, self._state.round
+        if self._rules.faults is Faults.BYZANTINE:  # there only the organiser goes on without a quorum
+            return False
         if proposal.parent != current.tip_hash or signed.author != proposal.leader or not proposal.heard:
             return False
         if proposal.leader != self._leadership.leader_of(proposal.heard, 0) or proposal.ballot < -1:

@@ -77,7 +77,8 @@ class Leadership(Part):
 
     def is_closing(self) -> bool:
         current = self._state.round
-        is_under_way = current.plan is not None or current.vote.heard.proposals or current.degraded_proposals
+        proposals = (signed.value.ballot for signed in current.vote.heard.proposals.values())
+        is_under_way = current.plan is not None or current.degraded_proposals or any(map(self.may_act, proposals))
         if current.closing >= 0 or is_under_way:
             return True
         return any(self._may_close(status) for status in self._contacts.electors_here())

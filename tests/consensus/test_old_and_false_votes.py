@@ -34,6 +34,7 @@ from spes_p2p.consensus.messages import (
     Votes,
     Work,
 )
+from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MOST_TURNS, Identity
 from spes_p2p.consensus.statements import content_of
@@ -171,6 +172,19 @@ def test_what_is_news_is_what_changes_something() -> None:
             assert is_news == (heard != before)
             seen[is_news] += 1
     assert min(seen[True], seen[False]) > 1000
+
+
+def test_one_elector_that_lies_closes_no_round_that_it_does_not_lead() -> None:
+    """Nor does it shorten it: in each round a part of it, until nobody trains."""
+    elector = Elector(4, Faults.BYZANTINE)
+    core, first, liar = elector.core, elector.order[1], elector.order[3]
+    proposal = Proposal(elector.rules.fingerprint, core.tip_hash, 3, sha256(b"x"))
+    asked = DegradedProposal(core.tip_hash, 0, liar, (liar,), -1, sha256(b"x"))
+    seal, leadership = FakeSealer(liar).seal, Parts(core.state, PartClasses()).leadership
+    elector.hears(Envelope(liar, votes=(Votes(proposal=seal(proposal)),), degraded_proposals=(seal(asked),)), 0.5)
+    assert not leadership.is_closing()
+    elector.hears(Envelope(first, votes=(elector.prevote(first, 3, NO_HASH),)), 0.5)  # not the liar alone is there
+    assert leadership.is_closing()
 
 
 def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> None:
