@@ -10,7 +10,7 @@ led (see `tendermint`). Only runs in which electors may lie ask (`swarm.faults: 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.consensus.child_checks import due_blocks
@@ -20,7 +20,7 @@ from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import Member, trainers, weightless
-from spes_p2p.consensus.messages import plan_hash
+from spes_p2p.consensus.messages import Status, plan_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.slices import columns_of_few
 from spes_p2p.consensus.timing import NEVER
@@ -107,12 +107,24 @@ class Fairness(Part):
         if (learnt or self._state.tip.round) and trained >= share * learnt:
             return True
         here = self._members.members_here(now)
-        waiting = weightless(self._state.tip.members)  # anybody may bring many of these, to leave one by one
-        if any(s.work.ready and s.intent.leaving and s.peer not in waiting for s in here):
+        if self.leavers(here):
             return True
         training = {member.peer for member in trainers(self._state.tip.members)} & self._state.electors.keys()
         ready = [status.work.ready for status in here if status.peer in training]
         return 2 * sum(ready) >= len(ready)
+
+    def leavers(self, here: Iterable[Status]) -> list[Status]:
+        """Of members those who leave and are READY: a round ends for them.
+
+        Where some may lie, only for who votes or whose work counts, since of other keys anybody may bring many to leave
+        one by one; and once for each, since who says so in another round has not left.
+        """
+        leaving = [status for status in here if status.work.ready and status.intent.leaving]
+        if not self._is_asked or not leaving:
+            return leaving
+        members, head = self._state.tip.members, self._state.tip_hash
+        known = {member.peer for member in trainers(members)} - weightless(members) | self._state.electors.keys()
+        return [s for s in leaving if s.peer in known and self._others.leaving_since.setdefault(s.peer, head) == head]
 
     # ---------------------------------------------------------------- whose work is counted
 

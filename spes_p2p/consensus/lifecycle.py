@@ -49,7 +49,7 @@ class Lifecycle(Part):
             self._others.asked_last = None
         self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
         named = {member.peer for member in tip.members}
-        for known in (self._others.evidence, self._others.equivocations):
+        for known in (self._others.evidence, self._others.equivocations, self._others.leaving_since):
             for peer in known.keys() - named:
                 del known[peer]
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:

@@ -71,8 +71,8 @@ class RoundPlan(Part):
         everybody, here = self._members.members_here(now), self._counting(self._members.trainers_here(now))
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
-        leaving = [status for status in everybody if status.work.ready and status.intent.leaving]
-        if leaving and is_long_enough and (trained > 0 or self._somebody_stays(everybody, now)):
+        somebody_goes_on = trained > 0 or self._somebody_stays(everybody, now)
+        if self._fairness.leavers(everybody) and is_long_enough and somebody_goes_on:
             return True
         if not here:  # those who serve keep the state as it is until there is somebody to name
             return self._newcomer_waits(now) and now - self._state.round.started_at > 2 * self._pace.heartbeat_seconds

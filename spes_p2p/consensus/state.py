@@ -134,6 +134,7 @@ class Others:
     until when such histories, by their tips, are not looked at again. `evidence`: what members say of who has lied as a
     reducer, by whom they say it of and who does; `false_accusers`: who was wrong. `equivocations`: who voted twice.
     `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie.
+    `leaving_since`: for members that said they leave, the tip on which they said so first, in the same runs.
     `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
     """
 
@@ -158,6 +159,7 @@ class Others:
     equivocations: dict[PeerId, Equivocation] = field(default_factory=dict)
     votes_before: HeardVotes | None = None
     false_accusers: set[PeerId] = field(default_factory=set)
+    leaving_since: dict[PeerId, Hash] = field(default_factory=dict)
     heard_since: dict[PeerId, Moment] = field(default_factory=dict)
 
 

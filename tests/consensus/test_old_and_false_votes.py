@@ -20,8 +20,10 @@ from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import Member, leader_order
 from spes_p2p.consensus.messages import (
     DEGRADED,
+    QUORUM,
     Ballots,
     Certificate,
+    Commit,
     DegradedProposal,
     DegradedVote,
     Intent,
@@ -185,6 +187,52 @@ def test_one_elector_that_lies_closes_no_round_that_it_does_not_lead() -> None:
     assert not leadership.is_closing()
     elector.hears(Envelope(first, votes=(elector.prevote(first, 3, NO_HASH),)), 0.5)  # not the liar alone is there
     assert leadership.is_closing()
+
+
+class Leaver:
+    """A run of four electors that trains for a hundred seconds in a round, and a fifth member that says it leaves."""
+
+    def __init__(self, trains: bool, votes: bool) -> None:
+        elector = Elector(4, Faults.BYZANTINE)
+        self.core, self.others = elector.core, elector.order[1:]
+        self.peer = PeerId("leaver")
+        self.members = (Member(self.peer, 1, votes, 0, trains), *elector.tip.members)
+        for _ in range(5):
+            self.core.state.pace.observe_round(100.0)
+        self._sequence, self.now = 1, 0.0
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        """The next round begins."""
+        tip = self.core.tip
+        child = replace(tip, parent=manifest_hash(tip), round=tip.round + 1, members=tuple(sorted(self.members)))
+        commit = Commit(Certificate(child.parent, QUORUM, 0, manifest_hash(child), (), ()), child)
+        self.core.handle(on.CommitApplied(commit), self.now)
+
+    def ends_a_round(self) -> bool:
+        """Whether a round may end in its first second, when this peer is READY, and says that it leaves."""
+        self._goes_on()
+        running = Work(tokens=8, steps=1, sequences=1, seconds=1.0, expected_tokens=800)
+        for peer in self.others:
+            self._says(peer, running, Intent(True))
+        self._says(self.peer, replace(running, ready=True), Intent(True, leaving=True))
+        self.now += 1.0
+        return Parts(self.core.state, PartClasses()).fairness.may_stop(self.now)
+
+    def _says(self, peer: PeerId, work: Work, intent: Intent) -> None:
+        self._sequence += 1
+        status = replace(
+            self.core.status(), peer=peer, incarnation=1, sequence=self._sequence, work=work, intent=intent, life=5
+        )
+        said = FakeSealer(peer).seal(status)
+        self.core.handle(on.MessageReceived(Envelope(peer, (said,), answers=self.core.state.own.life)), self.now)
+
+
+@pytest.mark.parametrize(("trains", "votes"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_round_ends_for_a_leaver_once_and_for_no_stranger_that_serves(trains: bool, votes: bool) -> None:
+    """Who says each time that it leaves, and takes that back, would leave nobody time to train."""
+    leaver = Leaver(trains, votes)
+    assert [leaver.ends_a_round() for _ in range(4)] == [trains or votes, False, False, False]
 
 
 def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> None:
