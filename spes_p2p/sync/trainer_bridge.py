@@ -55,7 +55,8 @@ class TrainerBridge:
     def applied(self, event: Applied) -> None:
         self._on_applied(event)
         with self._changed:
-            self._closing = False  # the next round's close may come before training has taken this commit
+            # the next round may be closed already: in the step that began it, or before training has taken this commit
+            self._closing = self._driver is not None and self._driver.core.state.round.close_asked
             self._applied.append(event)
             self._changed.notify_all()
 

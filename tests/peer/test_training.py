@@ -102,7 +102,8 @@ class Story:
         self.steps = 0
         self.logged: list[Step] = []
         self.round = 0
-        driver: Any = SimpleNamespace(core=SimpleNamespace(tip_hash=self.head, tip=self.manifest))
+        state = SimpleNamespace(round=SimpleNamespace(close_asked=False))
+        driver: Any = SimpleNamespace(core=SimpleNamespace(tip_hash=self.head, tip=self.manifest, state=state))
         driver.progressed = lambda work: self._on_ready(work) if work.ready else None
         self.driver = driver
         loop: Any = SimpleNamespace(call_soon_threadsafe=lambda work: work())

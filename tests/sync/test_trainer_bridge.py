@@ -29,7 +29,9 @@ class Recorder:
     """In the place of a driver: notes what reaches it, on a loop that a test turns by hand."""
 
     def __init__(self, gate: TrainerBridge) -> None:
-        self.core = SimpleNamespace(tip_hash=HEAD, tip=SimpleNamespace(round=7))
+        self.round = SimpleNamespace(close_asked=False)
+        state = SimpleNamespace(round=self.round)
+        self.core = SimpleNamespace(tip_hash=HEAD, tip=SimpleNamespace(round=7), state=state)
         self.heard: list[tuple[str, Any]] = []
         self._waiting: list[Callable[[], None]] = []
         loop: Any = SimpleNamespace(call_soon_threadsafe=self._waiting.append)
@@ -62,6 +64,21 @@ def test_a_round_that_closes_before_the_last_commit_is_taken_ends_too() -> None:
     gate.close_training()
     gate.wait()
     assert gate.should_stop()
+    gate.applied(applied(8))
+    gate.wait()
+    assert not gate.should_stop()
+
+
+def test_a_round_that_closes_in_the_step_that_begins_it_ends_too() -> None:
+    """Who has just caught up may be told of the close first, then of the commit."""
+    gate = TrainerBridge()
+    recorder = Recorder(gate)
+    recorder.round.close_asked = True
+    gate.close_training()
+    gate.applied(applied(7))
+    gate.wait()
+    assert gate.should_stop()
+    recorder.round.close_asked = False
     gate.applied(applied(8))
     gate.wait()
     assert not gate.should_stop()
