@@ -13,6 +13,7 @@ from spes_p2p.consensus.content import Content, Envelope, Equivocation
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
+from spes_p2p.consensus.membership import most_new, rank
 from spes_p2p.consensus.messages import (
     Accusation,
     DegradedProposal,
@@ -125,8 +126,26 @@ class Gossip(Part):
         )
 
     def _looks_on(self, theirs: Status) -> bool:
-        """Whether a peer takes no part in rounds, such as an archive."""
-        return not theirs.intent.joining and all(member.peer != theirs.peer for member in self._state.tip.members)
+        """Whether a peer takes no part in this round or the next: an archive, or a newcomer that has to wait.
+
+        Keys cost nothing: all that a round says, for as many as there may be, would be more than a home's uplink bears.
+        """
+        if any(member.peer == theirs.peer for member in self._state.tip.members):
+            return False
+        return not theirs.intent.joining or theirs.peer not in self._next_newcomers()
+
+    def _next_newcomers(self) -> list[PeerId]:
+        """As many as the next manifest may name, and in the order in which it does (see `next_members`)."""
+        head, now, admission = self._state.tip_hash, self._state.last_event, self._state.admission()
+        members = {member.peer for member in self._state.tip.members}
+        here = (
+            peer
+            for peer, contact in self._others.contacts.items()
+            if peer not in members and contact.status.head == head and contact.status.intent.joining
+        )
+        living = (peer for peer in here if self._contacts.alive(peer, now))
+        ordered = sorted(living, key=lambda peer: (not admission.may_vote(peer), rank(head, peer)))
+        return ordered[: most_new(len(members))]
 
     def _passed_on(self, theirs: Status, now: float) -> tuple[Signed[Status], ...]:
         """Fresh statuses of electors that do not reach `theirs` themselves; whatever it asks for, each once."""

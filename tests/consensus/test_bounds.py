@@ -291,6 +291,23 @@ def test_strangers_are_few_and_silent_ones_make_room(core: Consensus) -> None:
     assert len(core.state.others.contacts) <= MAX_NEWCOMERS + 2
 
 
+def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have() -> None:
+    """Each of them may say with each heartbeat that it knows nothing yet."""
+    core = walk_until(lambda core: core.state.round.reports)
+    plan, now = core.state.round.plan, core.state.last_event
+    assert plan is not None
+    known = replace(core.status(), incarnation=1, sequence=1, life=1, plan=plan_hash(plan.value), reports=b"")
+    for number in range(MAX_NEWCOMERS):
+        peer = PeerId(f"stranger {number}")
+        said = FakeSealer(peer).seal(replace(known, peer=peer, intent=Intent(joining=True)))
+        core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
+    for beat in range(1, 3):
+        acts = core.handle(on.ClockTicked(), now + beat * core.state.pace.heartbeat_seconds)
+        sent = [act for act in acts if isinstance(act, Send) and act.to.startswith("stranger")]
+        assert len(sent) == MAX_NEWCOMERS
+        assert sum(bool(act.envelope.reports) for act in sent) == LEAST_NEW
+
+
 @pytest.mark.parametrize(
     "change",
     [
