@@ -100,9 +100,15 @@ class Contacts(Part):
         longest = min(strangers, key=lambda other: self._others.contacts[other].at)
         if self.alive(longest, now):
             return False
-        del self._others.contacts[longest]
-        self._state.round.sent.pop(longest, None)
+        self.forget(longest)
         return True
+
+    def forget(self, peer: PeerId) -> None:
+        """Of a peer that is no member and was not heard for long nothing is kept."""
+        del self._others.contacts[peer]
+        self._others.heard_since.pop(peer, None)
+        self._others.refused_dial.discard(peer)
+        self._state.round.sent.pop(peer, None)
 
 
 def _behind(statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:

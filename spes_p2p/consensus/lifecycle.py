@@ -53,7 +53,7 @@ class Lifecycle(Part):
             for peer in known.keys() - named:
                 del known[peer]
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
-            del self._others.contacts[peer]
+            self._contacts.forget(peer)
         for contact in self._others.contacts.values():
             if (ready := ready_of(contact.signed)) is not None:
                 self._round_plan.hear_ready(ready, now)

@@ -38,7 +38,7 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.rules import genesis_manifest
-from spes_p2p.consensus.state import MOST_TURNS, Identity
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_TURNS, Identity
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.timing import Pace
@@ -187,6 +187,19 @@ def test_one_elector_that_lies_closes_no_round_that_it_does_not_lead() -> None:
     assert not leadership.is_closing()
     elector.hears(Envelope(first, votes=(elector.prevote(first, 3, NO_HASH),)), 0.5)  # not the liar alone is there
     assert leadership.is_closing()
+
+
+def test_of_strangers_that_came_and_went_nothing_is_kept() -> None:
+    """Keys cost nothing: a run that lasts for months hears of millions."""
+    elector, now = Elector(4, Faults.BYZANTINE), 0.0
+    others = elector.core.state.others
+    for number in range(3 * MAX_NEWCOMERS):
+        now += 2 * elector.core.state.pace.suspect_seconds
+        peer = PeerId(f"stranger {number}")
+        said = FakeSealer(peer).seal(replace(elector.core.status(), peer=peer, sequence=1))
+        elector.hears(Envelope(peer, (said,), answers=elector.core.state.own.life), now)
+        elector.core.handle(on.HostRefusedDial(peer), now)
+    assert max(len(others.contacts), len(others.heard_since), len(others.refused_dial)) <= MAX_NEWCOMERS
 
 
 class Leaver:
