@@ -124,11 +124,18 @@ class Proposals(Part):
             current.refused.add(name)
 
     def can_be_had(self, name: Hash, now: float) -> bool:
-        """Whether the state of a certified child is here, or somebody who is heard has it."""
+        """Whether the state of a certified child is here, or somebody who is heard has it.
+
+        Anybody can say that it is further; of who was asked for that in vain it does not count.
+        """
         if name in self._state.round.verified or name in self._state.record.pinned:
             return True  # what we voted for is on our disk
         living = (contact.status for peer, contact in self._others.contacts.items() if self._contacts.alive(peer, now))
-        return any(status.round > self._state.tip.round or status.ballots.value == name for status in living)
+        return any(
+            (status.peer in self._state.electors and status.ballots.value == name)
+            or (status.round > self._state.tip.round and not self._others.asked_in_vain[status.peer])
+            for status in living
+        )
 
     def is_out_of_reach(self, name: Hash, now: float) -> bool:
         """Whether this child is committed by those who are given up, and none of those who are left has its state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -200,6 +201,27 @@ def test_of_strangers_that_came_and_went_nothing_is_kept() -> None:
         elector.hears(Envelope(peer, (said,), answers=elector.core.state.own.life), now)
         elector.core.handle(on.HostRefusedDial(peer), now)
     assert max(len(others.contacts), len(others.heard_since), len(others.refused_dial)) <= MAX_NEWCOMERS
+
+
+def test_a_stranger_that_claims_to_have_a_lost_state_keeps_nobody_waiting_for_it() -> None:
+    """Those who are left of a run go on without a state that nobody has, however many keys say otherwise."""
+    elector, name = Elector(3), sha256(b"a child whose state died with its voters")
+    core, proposals = elector.core, Parts(elector.core.state, PartClasses()).proposals
+
+    def says(peer: PeerId, sequence: int, now: float, **what: Any) -> list[Action]:
+        status = replace(core.status(), peer=peer, sequence=sequence, life=9, **what)
+        return elector.hears(Envelope(peer, (FakeSealer(peer).seal(status),), answers=core.state.own.life), now)
+
+    stranger, other = PeerId("stranger"), elector.order[1]
+    said = says(stranger, 1, 0.5, round=7, head=sha256(b"x"), ballots=Ballots(value=name))
+    asked = [action for action in said if isinstance(action, CatchUp)]
+    assert [action.holder for action in asked] == [stranger]
+    assert proposals.can_be_had(name, 0.5)
+    core.handle(on.CatchUpFailed(), 1.0)
+    says(stranger, 2, 1.5, round=8, head=sha256(b"y"), ballots=Ballots(value=name))
+    assert not proposals.can_be_had(name, 1.5)
+    says(other, 1, 2.0, ballots=Ballots(value=name))
+    assert proposals.can_be_had(name, 2.0)
 
 
 class Leaver:
