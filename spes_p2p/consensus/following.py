@@ -102,8 +102,8 @@ class Following(Part):
     def applied(self, commit: Commit, ledger: Ledger | None, now: float) -> None:
         """`commit` is the committed state here, whether voted or caught up with; `ledger`: see `CommitApplied`."""
         if commit.manifest.round > self._state.tip.round:
-            if commit.manifest.parent == self._state.tip_hash and self._state.round.closed_at is not None:
-                trained = self._state.round.closed_at - self._state.round.started_at
+            if commit.manifest.parent == self._state.tip_hash and self._state.round.first_closed_at is not None:
+                trained = self._state.round.first_closed_at - self._state.round.started_at
                 self._pace.observe_round(
                     max(trained, self._state.round.work.seconds)
                 )  # some of it may have been made ahead

@@ -49,6 +49,7 @@ class Lifecycle(Part):
             self._others.asked_last = None
         self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
         named = {member.peer for member in tip.members}
+        self._others.kept_waiting -= {entry.peer for entry in tip.roster}
         for known in (self._others.evidence, self._others.equivocations, self._others.leaving_since):
             for peer in known.keys() - named:
                 del known[peer]

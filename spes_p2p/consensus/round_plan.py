@@ -40,6 +40,7 @@ class RoundPlan(Part):
             return False
         current.closing = current.vote.ballot
         current.closed_at = now
+        self._note_close(now)
         return True
 
     def stop_training(self, now: float) -> bool:
@@ -50,9 +51,14 @@ class RoundPlan(Part):
         current.close_asked = True
         current.closed_at = current.closed_at or now
         current.progress_at = now
+        self._note_close(now)
         if not current.work.ready:
             self._state.out.append(CloseTraining())
         return True
+
+    def _note_close(self, now: float) -> None:
+        current = self._state.round
+        current.first_closed_at = now if current.first_closed_at is None else current.first_closed_at
 
     def plan(self, now: float) -> bool:
         """Everyone who was training has stopped, or had time to: name the roster, be it empty."""
@@ -173,16 +179,26 @@ class RoundPlan(Part):
         training = [s for s in training if s.peer in counting or s.work.steps or s.work.ready_in_seconds]
         if not training:
             return True
-        closed_at = current.closed_at if current.closed_at is not None else now
+        closed_at = now if current.closed_at is None else current.closed_at
+        soon = 2 * self._pace.heartbeat_seconds
         longest = max(
             (s.work.ready_in_seconds for s in training if s.peer in counting - self._others.kept_waiting),
             default=0.0,
         )
-        most = self._pace.last_step_seconds(closed_at - current.started_at)
-        return now - closed_at > 2 * self._pace.heartbeat_seconds + min(2 * longest, most)
+        if now - closed_at <= soon:
+            return False
+        return now - closed_at > soon + 2 * longest or self._is_overdue(now)
+
+    def _is_overdue(self, now: float) -> bool:
+        """Whether the leaders of the round, all together, have waited for running steps for long enough."""
+        current, first = self._state.round, self._state.round.first_closed_at
+        if first is None:
+            return False
+        most = self._pace.last_step_seconds(first - current.started_at)
+        return now - first > 2 * self._pace.heartbeat_seconds + most
 
     def _note_late(self, now: float) -> None:
-        """Notes peers that were waited for in vain; until READY they are not waited for again in any round."""
+        """Notes peers that were waited for in vain, who are not waited for again (see `Others`)."""
         here = (status for status in self._members.members_here(now) if status.peer != self._me)
         late = {status.peer for status in here if not status.work.ready and status.work.ready_in_seconds > 0}
         for peer in sorted(late - self._others.kept_waiting):
@@ -231,6 +247,8 @@ class RoundPlan(Part):
     def take(self, signed: Signed[Plan], now: float) -> None:
         """Staged tiles stay: they are known by their hashes, whatever plan they came from."""
         current = self._state.round
+        if self._is_overdue(now):
+            self._note_late(now)
         current.plan = signed
         current.plan_at = now
         self._fairness.expect(now, now)

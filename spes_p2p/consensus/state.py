@@ -126,13 +126,14 @@ class Others:
     `told_round` is the newest round by the word of the bootstrap node, which need not have its state. `chosen` are
     children of which the organiser signed that the run goes on with them, `decay` is its word on the learning rate,
     `roll` its newest on who may vote and who is banned. `reply_due`: who hears from us at once. `refused_dial`: whose
-    host said that the process is gone. `kept_waiting`: whose running step a round waited for in vain, until they are
-    READY; `moving_in_vain`: whose moving bytes it waited for, until a slice of theirs comes. `withholding_peers`:
-    whose tiles were asked for in vain; of them one try is enough, until one of theirs comes. `asked`, `asked_last`,
-    `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
-    was first seen on a later manifest. `placed`: whether a tip of others is on another history than ours; `looked_at`:
-    until when such histories, by their tips, are not looked at again. `evidence`: what members say of who has lied as a
-    reducer, by whom they say it of and who does; `false_accusers`: who was wrong. `equivocations`: who voted twice.
+    host said that the process is gone. `kept_waiting`: whose running step a round waited for in vain, until a round
+    counts their work, or, where nobody lies, they are READY; `moving_in_vain`: whose moving bytes it waited for, until
+    a slice of theirs comes. `withholding_peers`: whose tiles were asked for in vain; of them one try is enough, until
+    one of theirs comes. `asked`, `asked_last`, `asked_in_vain`: whom we asked to catch up with, when, and how often for
+    nothing. `ahead_since` is when somebody was first seen on a later manifest. `placed`: whether a tip of others is on
+    another history than ours; `looked_at`: until when such histories, by their tips, are not looked at again.
+    `evidence`: what members say of who has lied as a reducer, by whom they say it of and who does; `false_accusers`:
+    who was wrong. `equivocations`: who voted twice.
     `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie.
     `leaving_since`: for members that said they leave, the tip on which they said so first, in the same runs.
     `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
@@ -190,6 +191,7 @@ class RoundState:
     `auditors`: by whose work, who was drawn to look at it; `to_audit` is what of it we have not looked at yet,
     `at_work_of` whose we are at; `verdicts`: by whose work, what each of its auditors says.
     `trying` are columns that are tried here, `tried` names those that were, and `harmful` some of these.
+    `closed_at`: when we as its leader closed it, else as `first_closed_at`: when we stopped, or closed it, first.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     `here_since`, `ready_since`, `staged_since`, `contents_since`: since when that is known (see `note_time`). `owed`
     are those whom the plan must count, `expected` the tokens that the tip counted of those that it may count;
@@ -209,6 +211,7 @@ class RoundState:
     close_asked: bool = False
     closing: int = -1
     closed_at: Moment | None = None
+    first_closed_at: Moment | None = None
     deadlines: dict[tuple[int, Step], Moment] = field(default_factory=dict)
     moved: int = 0
     extended_wait_seconds: Seconds = 0.0

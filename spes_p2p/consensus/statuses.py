@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.membership import MAX_MEMBERS
 from spes_p2p.consensus.messages import Signed, Status
@@ -98,7 +99,7 @@ class Statuses(Part):
         if status.head == self._state.tip_hash:
             self._state.note_time(self._state.round.here_since, peer, now)
         self._others.refused_dial.discard(peer)
-        if status.work.ready:
+        if status.work.ready and self._rules.faults is Faults.CRASH:
             self._others.kept_waiting.discard(peer)
 
     def _hear_of_ourselves(self, status: Status) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -13,8 +14,9 @@ from spes_p2p.consensus.content import Content, Envelope, Equivocation
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.events import MessageReceived
 from spes_p2p.consensus.fairness import Fairness
+from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Prevote, Signed
+from spes_p2p.consensus.messages import Prevote, Signed, Status
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.attackers.leaders import LEADERS
 from spes_p2p.testing.sim_liars import LIAR, CalmWorld, play
@@ -48,6 +50,27 @@ def test_what_an_unfair_leader_makes_up_or_leaves_out_costs_its_ballot_and_nothi
     assert {part for one in world.committed for part in one.unfair} <= {"dead"}  # who has died a moment ago
     assert world.is_one_history()
     assert banned(world) <= set(world.liars)
+
+
+class NeverDone(Members):
+    """Says until a plan is there that its running step takes all day, and then that it is READY."""
+
+    def own_status(self) -> Status:
+        said, current = super().own_status(), self._state.round
+        if current.plan is not None or said.head != current.tip_hash:
+            return said
+        work = replace(said.work, ready=False, tokens=16, steps=1, sequences=2, ready_in_seconds=80_000.0)
+        return replace(said, work=work, ready_signature=b"")
+
+
+def test_a_step_that_never_ends_is_waited_for_by_all_leaders_of_a_round_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them used to begin anew, and gave the lead up before it was done, for minutes and in every round."""
+    monkeypatch.setitem(cast("dict[str, type]", LEADERS), "never-done", NeverDone)
+    seconds = sorted(one.seconds for one in play("never-done", SEED, 4 * SECONDS).committed)
+    assert seconds[-1] < 2 * SECONDS
+    assert seconds[len(seconds) // 2] < SECONDS / 2
 
 
 def banned(world: CalmWorld) -> set[PeerId]:
