@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM: the first asks the node to leave; a second one, or EXIT_SECONDS, ends it at once.
+"""SIGINT, SIGTERM and SIGHUP (its terminal is closed): the first asks the node to leave; another SIGINT or SIGTERM, or
+EXIT_SECONDS, ends it at once.
 
 `until_stopped` breaks off what is under way on the network's loop.
 
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from spes_p2p.errors import Stopped
@@ -30,7 +31,8 @@ SAY_SECONDS = 0.5
 INTERRUPTED = 130
 """Exit code after a second signal, as shells have it (128 + SIGINT)."""
 NOTHING_LOST = "nothing is lost"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_URGENT = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (*_URGENT, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 before_hard_end: list[Callable[[], object]] = []
 """Functions to call before the process is ended at once, such as one that restores the terminal."""
@@ -67,7 +69,8 @@ def leaving_on_signals(
     os.set_blocking(write, False)
     asked = threading.Event()
     threading.Thread(target=_watch, args=(read, asked, leave, say, lost), name="signals", daemon=True).start()
-    before = {number: signal.signal(number, lambda number, frame: None) for number in _SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
     fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # written to when the signal comes
     try:
         yield
@@ -82,13 +85,13 @@ def leaving_on_signals(
 def _watch(
     read: int, asked: threading.Event, leave: Callable[[], object], say: Callable[[str], None], lost: str
 ) -> None:
-    if not _heard(read, None):
+    if not _heard(read, SIGNALS, None):
         os.close(read)
         return
     asked.set()
     leave()
     _try_to_say(say, "leaving (press Ctrl-C again to exit at once)")
-    if _heard(read, EXIT_SECONDS):
+    if _heard(read, _URGENT, EXIT_SECONDS):  # who closes a terminal sends SIGHUP twice: the shell does, too
         _end(INTERRUPTED)
     _try_to_say(say, f"ended after {EXIT_SECONDS:g} s, without having left by itself: {lost}")
     _end(0)
@@ -101,13 +104,13 @@ def _try_to_say(say: Callable[[str], None], text: str) -> None:
     saying.join(SAY_SECONDS)
 
 
-def _heard(read: int, timeout_seconds: float | None) -> bool:
-    """Whether one of our signals came; False at the end of time or of the pipe."""
+def _heard(read: int, signals: Sequence[signal.Signals], timeout_seconds: float | None) -> bool:
+    """Whether one of these signals came; False at the end of time or of the pipe."""
     until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
         ready, _, _ = select.select([read], [], [], None if until is None else max(0.0, until - time.monotonic()))
         data = os.read(read, 1) if ready else b""
-        if not data or data[0] in _SIGNALS:
+        if not data or data[0] in signals:
             return bool(data)
 
 

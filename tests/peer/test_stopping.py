@@ -64,7 +64,7 @@ def rest(process: subprocess.Popen[str]) -> list[str]:
         return stream.read().splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_lets_it_leave(number: signal.Signals) -> None:
     process = start(60.0, "leaves")
     process.send_signal(number)
@@ -80,6 +80,25 @@ def test_a_second_signal_ends_it_at_once() -> None:
     process.send_signal(signal.SIGINT)
     assert rest(process) == []
     assert process.wait() == INTERRUPTED
+
+
+def test_a_closed_terminal_is_one_wish_to_leave_however_often_it_is_said() -> None:
+    process = start(0.05, "hangs")
+    assert process.stdout is not None
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline().startswith("leaving")
+    process.send_signal(signal.SIGHUP)
+    assert rest(process)[-1].endswith("by itself: nothing is lost")
+    assert process.wait() == 0
+
+
+def test_what_is_to_outlive_its_terminal_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with leaving_on_signals(lambda: None, lambda text: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_does_not_end_in_time_is_ended() -> None:
