@@ -140,6 +140,23 @@ def write_whole(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None
         file.write(data)
 
 
+def check_is_new(path: Path) -> None:
+    """Raises ConfigError where a file that somebody names for us to write is there already."""
+    if path.exists():
+        raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file that somebody named, never over another. Raises ConfigError where that cannot be, StorageFull."""
+    check_is_new(path)
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", fix="name a file in a folder that you may write to"
+        ) from error
+
+
 @contextmanager
 def whole_folder(target: Path, partial: Path) -> Iterator[Path]:
     """A folder to fill, `partial`: becomes `target`, in place of an older one, when the block ends well, else vanishes.

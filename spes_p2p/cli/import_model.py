@@ -25,14 +25,16 @@ def import_model(
 
     Example: spes-p2p import OLMoE-1B-7B --output model.yaml
     """
-    from spes_p2p.files import write_whole
+    from spes_p2p.files import check_is_new, write_new
     from spes_p2p.interop.importing import ROUTER_WARNING, StartModel
 
+    if output is not None:
+        check_is_new(output)
     folder = model_at(folder)
     start = StartModel.open(folder)
     section = start.section()
     if output is not None:
-        write_whole(output, section.encode())
+        write_new(output, section.encode())
     typer.echo(section, nl=False)
     if not start.model.router_learns:
         typer.echo(f"warning: {ROUTER_WARNING}", err=True)

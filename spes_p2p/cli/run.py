@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met, option
-from spes_p2p.files import NODE_FOLDER, in_folder
+from spes_p2p.files import NODE_FOLDER, check_is_new, in_folder
 from spes_p2p.ids import short
 from spes_p2p.observe.metrics import count_text, span_text
 from spes_p2p.observe.text import to_type
@@ -67,7 +67,7 @@ def init(
     Example: spes-p2p run init --name mine --template small --data shards --peers 4 --experts-per-peer 2
     """
     from spes_p2p.config.load import bundled_config, load_config
-    from spes_p2p.peer.run_file import NewRun, check_is_new, start_run
+    from spes_p2p.peer.run_file import NewRun, start_run
     from spes_p2p.planning.gpus import gpu_named, usual_speed
     from spes_p2p.planning.units import parse_bytes, parse_rate
 

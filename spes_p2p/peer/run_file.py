@@ -18,7 +18,7 @@ from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
-from spes_p2p.files import NODE_FOLDER, in_folder, make_folder
+from spes_p2p.files import NODE_FOLDER, check_is_new, in_folder, make_folder, write_new
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout, vocabulary_tiles
 from spes_p2p.peer.herald import expected_coverage, router_warning
@@ -76,12 +76,6 @@ class StartedRun:
     words: tuple[str, ...]
 
 
-def check_is_new(path: Path) -> None:
-    """Raises ConfigError where the file of a new run is there already."""
-    if path.exists():
-        raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
-
-
 def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     """Writes `path`, and makes the key of the bootstrap node in the folder `node`.
 
@@ -113,7 +107,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     identity.release()
     asked = ("run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank")
     keys = (*chosen_keys(template), *DECIDED, *asked, *keys_of(defences), *keys_of(tuned))
-    path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
+    write_new(path, commented_yaml(config, keys, heading).encode())
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config, node)))
 
 

@@ -21,6 +21,12 @@ def test_upcycle_then_import(tmp_path: Path) -> None:
     read = spes_p2p("import", str(start), "--output", str(tmp_path / "section.yaml"))
     assert read.output == (start / "model.yaml").read_text() == (tmp_path / "section.yaml").read_text()
     assert yaml.safe_load(read.output)["model"]["num_experts"] == 4
+    config = tmp_path / "section.yaml"
+    config.write_text("run: mine")
+    over = spes_p2p("import", str(start), "--output", str(config))
+    assert (over.exit_code, f"{config} already exists" in over.errors, config.read_text()) == (1, True, "run: mine")
+    nowhere = spes_p2p("import", str(start), "--output", "/proc/section.yaml")
+    assert (nowhere.exit_code, "/proc/section.yaml cannot be written" in nowhere.errors) == (1, True)
     again = spes_p2p("upcycle", *dense, "--output", str(start))
     assert (again.exit_code, "already exists" in again.errors) == (1, True)
 

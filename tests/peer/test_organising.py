@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.organising import (
     MOST_ROUNDS_MORE,
@@ -268,3 +269,15 @@ def test_answers_that_do_not_go_together_leave_no_file(tmp_path: Path) -> None:
     path.write_text("mine")
     with pytest.raises(ConfigError, match="already exists"):
         start_run(MINE, path, tmp_path / "node")
+
+
+def test_a_full_disk_leaves_no_empty_file_that_stands_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    start_run(MINE, tmp_path / "other.yaml", tmp_path / "node")  # the key
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(StorageFull, match=r"mine\.yaml"):
+            start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "mine.yaml").exists()
