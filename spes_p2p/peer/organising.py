@@ -76,12 +76,22 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
         report, newest, _ = await read_run(network, meeting.run_id, time.time(), meeting.fingerprint)
         info, _ = await find_and_load(network, report.run_id, report.fingerprint, ANSWER_SECONDS)
         sealer = _sealer_of(identity, info)
-        last = max(report.round + 1, after_round or first_to_end_with(report, newest))
+        last = last_round(report, newest, after_round)
         say(f"announcing that run {info.run_id} ends with round {last}, until one of its nodes confirms it")
         known = await tell(network, info, ending(info, last, sealer))
         return last if known.last_round is None else known.last_round
 
     return visit(meeting, stop)
+
+
+def last_round(report: RunReport, newest: Commit | None, after_round: int | None) -> int:
+    """Raises ConfigError where the round that was asked for is over: another one cannot be taken back."""
+    if after_round is not None and after_round <= report.round and report.last_round is None:
+        raise ConfigError(
+            f"round {after_round:,} is over: the newest is round {report.round:,}",
+            fix="give --after-round a later one, or leave it out to end the run as soon as all peers hear in time",
+        )
+    return max(report.round + 1, after_round or first_to_end_with(report, newest))
 
 
 def first_to_end_with(report: RunReport, newest: Commit | None) -> int:
@@ -177,6 +187,11 @@ def change_roll(
 
     async def announce(network: HivemindNetwork) -> tuple[Roll, Roll | None]:
         info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+        if info.organiser in banned:
+            raise ConfigError(
+                f"{info.organiser} is the organiser's own node",
+                fix="to end the run: spes-p2p run stop; for a node that takes no part, start it without --serve",
+            )
         known = await known_words(network, info)
         word = roll(info, known, _sealer_of(identity, info), vouched, banned, forgotten)
         assert word.roll is not None
@@ -189,7 +204,7 @@ def change_roll(
             say(note)
         if banned:
             _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
-            for line in after_ban(newest, banned, Faults(config.swarm.faults)):
+            for line in after_ban(newest, word.roll.value.banned, Faults(config.swarm.faults)):
                 say(line)
         await tell(network, info, word)
         return word.roll.value, None if known.roll is None else known.roll.value

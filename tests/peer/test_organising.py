@@ -20,23 +20,28 @@ from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, DataError, StorageFull
 from spes_p2p.ids import PeerId
+from spes_p2p.peer import organising
+from spes_p2p.peer.options import JoinTarget
 from spes_p2p.peer.organising import (
     MOST_ROUNDS_MORE,
     HistoryLine,
     after_ban,
+    change_roll,
     check_can_fall,
     first_to_end_with,
     histories_of,
     history,
     history_on,
     kept_history,
+    last_round,
 )
 from spes_p2p.peer.run_file import DECIDED, NewRun, start_run
 from spes_p2p.planning.units import GIB
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.organiser_words import Words, roll
 from tests.cli.test_status import ANNA, REPORT, peer
 from tests.peer.real import make_tokens
-from tests.sync.chains import A, MadeRun
+from tests.sync.chains import ORGANISER, A, B, MadeRun
 from tests.sync.test_report import NOW, Scene
 
 ANNAS = peer(ANNA, "member")
@@ -115,6 +120,38 @@ def test_a_run_ends_with_a_round_of_which_every_peer_has_heard(age: float, speed
     newest = MadeRun().chain(2)[1]
     report = replace(REPORT, round=1, head_age_seconds=age, peers=(replace(ANNAS, tokens_per_second=speed),))
     assert first_to_end_with(report, newest) == 2 + more
+
+
+def test_a_round_that_is_over_cannot_be_the_last() -> None:
+    newest, report = MadeRun().chain(2)[1], replace(REPORT, round=18, peers=())
+    with pytest.raises(ConfigError, match="round 5 is over: the newest is round 18"):
+        last_round(report, newest, 5)
+    assert [last_round(report, newest, asked) for asked in (None, 25)] == [19, 25]
+    assert last_round(replace(report, last_round=18), newest, 18) == 19  # the same order again
+
+
+def test_a_ban_counts_whom_a_ban_of_a_moment_before_takes_the_vote_and_spares_the_organiser(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, said = MadeRun(), list[str]()
+    commit = made.chain(2)[1]
+    members = tuple(replace(commit.manifest.members[0], peer=PeerId(name)) for name in "abc")
+    newest = replace(commit, manifest=replace(commit.manifest, members=members))
+    words = roll(made.info, Words(), made.sealer(ORGANISER), banned=(A,))
+
+    async def answer(found: object) -> object:
+        return found
+
+    monkeypatch.setattr(organising, "visit", lambda meeting, work: asyncio.run(work(None)))
+    monkeypatch.setattr(organising, "find_and_load", lambda *_: answer((made.info, made.config)))
+    monkeypatch.setattr(organising, "known_words", lambda *_: answer(words))
+    monkeypatch.setattr(organising, "read_run", lambda *_: answer((REPORT, newest, None)))
+    monkeypatch.setattr(organising, "_sealer_of", lambda *_: made.sealer(ORGANISER))
+    monkeypatch.setattr(organising, "tell", lambda network, info, word: answer(word))
+    change_roll(Path("identity.key"), JoinTarget(), said.append, banned=(B,))
+    assert said[0].startswith("1 of 3 voters stay, and a round needs 2")
+    with pytest.raises(ConfigError, match="organiser is the organiser's own node"):
+        change_roll(Path("identity.key"), JoinTarget(), said.append, banned=(ORGANISER,))
 
 
 def test_who_bans_hears_whether_those_who_stay_can_go_on() -> None:
