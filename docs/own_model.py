@@ -90,4 +90,6 @@ def main(role: str, folder: Path, address: str = "") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != {"organise": 3, "join": 4}.get("".join(sys.argv[1:2])):
+        sys.exit(__doc__)
     main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -57,7 +57,7 @@ def say_once(text: str) -> None:
 
 def say_point(job: Job, point: Point) -> None:
     """Of a long training, what is lost should it be broken off."""
-    sent = f"{point.bytes_sent / 1e6:.1f} MB sent"
+    sent = f"all peers have sent {point.bytes_sent / 1e6:.1f} MB"
     say(f"seed {job.seed}, {job.arm}: {point.held_out_loss:.4f} after {point.step} of {job.steps} steps, {sent}")
 
 
@@ -120,6 +120,12 @@ def make_data(folder: Path) -> Path:
     return folder / "tokens"
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("other", nargs="*", metavar="KEY=VALUE", help="changes to the config, such as model.d_model=64")
@@ -130,12 +136,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, help="(default: tiny)")
     parser.add_argument("--data", type=Path, help="token shards (default: the standard library's sources, as bytes)")
-    parser.add_argument("--steps", type=int, help="(default: 200)")
-    parser.add_argument("--peers", type=int, help="(default: 4)")
-    parser.add_argument("--steps-per-round", type=int, metavar="H", help="(default: 20)")
+    parser.add_argument("--steps", type=positive, help="(default: 200)")
+    parser.add_argument("--peers", type=positive, help="(default: 4)")
+    parser.add_argument("--steps-per-round", type=positive, metavar="H", help="(default: 20)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--device", type=choose_device, default="auto")
-    parser.add_argument("--jobs", type=int, help="arms at a time, on a core each (default: one a core; 1 on a GPU)")
+    parser.add_argument(
+        "--jobs", type=positive, help="arms at a time, on a core each (default: one a core; 1 on a GPU)"
+    )
     parser.add_argument("--output", default="compare.md", help="the page (default: compare.md; an empty word: none)")
     parser.add_argument("--plots", nargs="+", choices=("svg", "png"), default=["svg"], help="(default: svg)")
     parser.add_argument("--json", type=Path, help="all outcomes; those that are there are not run again")

@@ -234,7 +234,9 @@ def test_the_comparison_writes_a_table_of_its_arms_and_does_not_run_them_again(
         "4 of 4: seed 1, diloco begins",
     ]
     assert said[0] == f"seed 0, spes: {found['spes']['loss']:.4f} (from {points})"
-    curve = re.findall(r"^seed 1, spes: \d\.\d{4} after (\d) of 4 steps, \d+\.\d MB sent$", "\n".join(said), re.M)
+    curve = re.findall(
+        r"^seed 1, spes: \d\.\d{4} after (\d) of 4 steps, all peers have sent \d+\.\d MB$", "\n".join(said), re.M
+    )
     assert curve == ["0", "4"]
     assert re.fullmatch(r"seed 1, spes: \d\.\d{4} \(\d+ s of processor time\)", said[3 + len(curve)])
     assert "±" in text
@@ -265,6 +267,16 @@ def test_overrides_may_stand_anywhere_and_what_cannot_be_written_is_said_at_once
     (tmp_path / "old.json").write_text("a story")
     with pytest.raises(ConfigError, match="is no file of results"):
         compare(*files, "--json", tmp_path / "old.json")
+
+
+@pytest.mark.parametrize("option", ["--peers", "--steps", "--steps-per-round", "--jobs"])
+@pytest.mark.parametrize("number", ["0", "-5", "1e3"])
+def test_numbers_that_make_no_comparison_are_refused(
+    option: str, number: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare("--data", data, "--arms", "spes", "--output", "", option, number)
+    assert f"argument {option}: '{number}' is not a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_arms_that_a_model_is_too_narrow_for_are_left_out_with_a_word(
