@@ -54,7 +54,10 @@ class Batch:
 def open_dataset(config: Config) -> Dataset:
     """The dataset at `data.path`. Raises DataError where it is damaged or its ids are not those of the config."""
     if not config.data.path:
-        raise PermanentError("data.path is empty", fix="give the folder of the token shards: --data DIR")
+        raise PermanentError(
+            "no training data was given, and with data.source=local none comes from other peers",
+            fix="give a folder of token shards, as spes-p2p tokenize makes it: --data DIR",
+        )
     dataset = Dataset.open(config.data.path, config.data.raw_dtype, config.model.vocab_size)
     check_vocabulary(dataset, config)
     return dataset

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from spes_p2p.config.load import changed
 from spes_p2p.config.schema import Config
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_url import WebAccess, WebFolder, needs_consent
@@ -52,6 +53,7 @@ from spes_p2p.peer.checks import (
 )
 from spes_p2p.peer.devices import choose_cards, limits_of, why_it_cannot_train
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
+from spes_p2p.peer.herald import OWN_DATA
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import JoinTarget, PeerOptions
 from spes_p2p.peer.web_data import absent_on_web
@@ -201,7 +203,10 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
         found.peers = sum(record.role == "peer" for record in records.values())
         note(_run_check(group, found.peers))
         found.speed = await _speed(network, note)
-        if info.dataset != NO_HASH:
+        if info.dataset == NO_HASH:
+            found.config = changed(found.config, ("data.source=local",))
+            note(Check("data", "ok", OWN_DATA))
+        else:
             holders = [info.organiser, *(peer for peer in records if peer != info.organiser)][:MOST_ASKED]
             await _look_at_data(network, info, holders, found, note)
             if found.grid is not None:

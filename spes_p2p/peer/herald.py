@@ -11,7 +11,7 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import trainers
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.files import NODE_FOLDER, in_folder
-from spes_p2p.ids import PeerId, short
+from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.importing import ROUTER_WARNING
 from spes_p2p.observe.metrics import count_text, span_text
 from spes_p2p.observe.text import to_type
@@ -35,6 +35,9 @@ def expected_coverage(config: Config) -> str | None:
     )
 
 
+OWN_DATA = "each peer trains on data of its own: it adds --data DIR to join, a folder that spes-p2p tokenize made"
+
+
 def router_warning(config: Config) -> str | None:
     """A warning where the routers never learn from the loss, as in some published models; None where they do."""
     return None if config.model.router_learns else f"warning: {ROUTER_WARNING}"
@@ -42,14 +45,16 @@ def router_warning(config: Config) -> str | None:
 
 def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[str]:
     """Lines that name the run, and say at which round it is or for what it waits."""
-    named = f"run {info.run_id}, fingerprint {info.fingerprint.hex()}"
+    named = [f"run {info.run_id}, fingerprint {info.fingerprint.hex()}"]
+    if info.dataset == NO_HASH:
+        named.append(OWN_DATA)
     if newest is not None:
-        return [named, f"it continues at round {newest.manifest.round}, step {newest.manifest.step:,}"]
+        return [*named, f"it continues at round {newest.manifest.round}, step {newest.manifest.step:,}"]
     wanted, warnings = config.swarm.min_peers, (expected_coverage(config), router_warning(config))
     begins = f"it starts once {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} joined"
     if config.swarm.electors == "vouched":
         begins += ", and somebody who may vote is there: one that you vouch for, or this node with --serve"
-    return [named, *(warning for warning in warnings if warning is not None), begins]
+    return [*named, *(warning for warning in warnings if warning is not None), begins]
 
 
 def how_to_join(word: str, folder: Path, addresses: tuple[str, ...]) -> list[str]:

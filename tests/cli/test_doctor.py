@@ -45,6 +45,14 @@ def test_the_web_servers_that_the_organiser_names_are_looked_at(tmp_path: Path, 
     assert found["text"].startswith(f"0 of 1 web servers have the run's data; {url}: not on the public web")
 
 
+def test_whose_data_is_its_own_is_told_to_bring_it(tmp_path: Path, tokens: Path) -> None:
+    for node in serve(tmp_path / "node", tokens, "data.source=local"):
+        found = checks(spes_p2p("doctor", "--initial-peers", node.address, "--host-maddrs", LOOPBACK, "--json"))
+        assert "it adds --data DIR to join" in found["data"]["text"]
+        assert found["data"]["text"] in node.said
+        assert "for its data" not in found["disk"]["text"]
+
+
 def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:
     answer = spes_p2p("doctor", "--output", str(tmp_path))
     assert answer.exit_code == 0

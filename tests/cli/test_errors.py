@@ -96,7 +96,7 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
         (("--owned-experts", "3-5", "--max-experts", "2"), ("names 3 columns, but --max-experts is 2", "claim fewer")),
         (("--owned-experts", "two"), ("--owned-experts 'two' is not a list of columns", "0,3-5")),
         (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
-        (("data.source=local",), ("data.path is empty", "--data DIR")),
+        (("data.source=local",), ("no training data was given", "data.source=local", "--data DIR")),
         (("--config", "tinny"), ("no bundled config named tinny", "did you mean tiny")),
         (("--host-maddrs", "rubbish"), ("--host-maddrs rubbish is not a multiaddress", "/ip4/0.0.0.0/tcp/PORT")),
         (("--port", "4001"), ("--port 4001 and --host-maddrs /ip4/", "both say where to listen", "give --port, or")),

@@ -140,7 +140,7 @@ def test_a_dataset_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
     small = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 256})})
     with pytest.raises(DataError, match=r"'byte' of 257 ids, but model.vocab_size is 256"):
         open_dataset(small)
-    with pytest.raises(ConfigError, match=r"data.path is empty"):
+    with pytest.raises(ConfigError, match="no training data was given"):
         open_dataset(tiny_config())
 
 
