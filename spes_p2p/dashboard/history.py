@@ -115,17 +115,21 @@ class History:
     def put(self, key: str, value: Any) -> None:
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
-    def claim(self, run_id: str, fingerprint: str) -> None:
-        """Ties this file to a run. Raises ConfigError if it already belongs to another one, StorageFull."""
+    def check_is_of(self, run_id: str, fingerprint: str) -> None:
+        """Raises ConfigError if it belongs to another run. Of the fingerprint the first digits will do."""
         kept = self.get("run")
-        if kept is None:
-            self.put("run", {"run_id": run_id, "fingerprint": fingerprint})
-        elif kept["fingerprint"] != fingerprint:
+        if kept is not None and not kept["fingerprint"].startswith(fingerprint.lower()):
             raise ConfigError(
                 f"{self.path} holds the history of run {kept['run_id']} with fingerprint "
                 f"{kept['fingerprint'][:16]}, not that of run {run_id} with {fingerprint[:16]}",
                 fix="name another file with --database",
             )
+
+    def claim(self, run_id: str, fingerprint: str) -> None:
+        """Ties this file to a run. Raises ConfigError if it already belongs to another one, StorageFull."""
+        self.check_is_of(run_id, fingerprint)
+        if self.get("run") is None:
+            self.put("run", {"run_id": run_id, "fingerprint": fingerprint})
 
     # ---- what is kept ----
 

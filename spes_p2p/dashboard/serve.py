@@ -43,6 +43,8 @@ def run_dashboard(options: DashboardOptions, say: Say) -> None:
         with NetworkThread() as thread, leaving_on_signals(serving.stop, lambda text: None):
             following = None
             if options.meeting is not None:
+                # now, since else the page shows the other run until somebody answers
+                history.check_is_of(options.meeting.run_id or "", options.meeting.fingerprint or "")
                 open_source = _opener(options.meeting)
                 is_known = history.get("head") is not None
                 try:

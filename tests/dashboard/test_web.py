@@ -10,12 +10,17 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.dashboard.history import History
+from spes_p2p.dashboard.serve import DashboardOptions, Serving, run_dashboard
 from spes_p2p.dashboard.web import STATIC, plotly_file
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.options import JoinTarget
 from tests.dashboard.conftest import served
 from tests.dashboard.made_run import BOOTSTRAP, PEERS
 from tests.dashboard.test_history import filled
@@ -100,6 +105,23 @@ def test_what_is_wrong_is_said(tmp_path: Path, code: str, words: tuple[str, ...]
     assert done.returncode == 1, done.stderr
     assert f": {error}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_history_of_another_run_is_not_shown_while_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(self: Serving, is_over: object) -> None:
+        pass
+
+    monkeypatch.setattr(Serving, "run", at_once)
+    path = tmp_path / "dashboard.sqlite"
+    with closing(History(path)) as history:
+        filled(history, 0, 1)
+        own = history.get("run")["fingerprint"]
+    meeting = JoinTarget((f"/ip4/127.0.0.1/tcp/1/p2p/{PEERS[0]}",), "club", "ab" * 16)
+    with pytest.raises(ConfigError, match="holds the history of run made with fingerprint .*, not that of run club"):
+        run_dashboard(DashboardOptions(meeting, port=0, database=path), print)
+    run_dashboard(DashboardOptions(replace(meeting, fingerprint=own[:32]), port=0, database=path), print)
 
 
 def test_the_command_serves_a_past_run_until_it_is_told_to_end(tmp_path: Path) -> None:
