@@ -133,7 +133,7 @@ def facts_of_run(fetched: Fetched) -> Facts:
     info, manifest = fetched.info, fetched.commit.manifest
     return Facts(
         info.run_id, info.fingerprint.hex(), manifest.state_root.hex(), fetched.config, manifest.round, manifest.step,
-        manifest.tokens, peers=len(manifest.roster),
+        manifest.tokens, peers=fetched.peers,
     )  # fmt: skip
 
 

@@ -51,6 +51,8 @@ class Fetched:
     config: Config
     commit: Commit
     version: Version
+    peers: int
+    """How many took part in a round, at most."""
 
 
 async def fetch_newest(
@@ -68,7 +70,9 @@ async def fetch_newest(
     info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
     with contextlib.closing(RunFetcher(network, info, config, folder, report)) as fetcher:
         commit, version = await fetcher.run()
-    return Fetched(info, config, commit, version)
+        chain = fetcher.chain
+        peers = await in_thread(lambda: max(len(chain.commit(one).manifest.roster) for one in range(chain.length)))
+    return Fetched(info, config, commit, version, peers)
 
 
 class RunFetcher:

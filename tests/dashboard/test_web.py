@@ -119,7 +119,7 @@ def test_the_history_of_another_run_is_not_shown_while_nobody_answers(
         filled(history, 0, 1)
         own = history.get("run")["fingerprint"]
     meeting = JoinTarget((f"/ip4/127.0.0.1/tcp/1/p2p/{PEERS[0]}",), "club", "ab" * 16)
-    with pytest.raises(ConfigError, match="holds the history of run made with fingerprint .*, not that of run club"):
+    with pytest.raises(ConfigError, match=r"holds the history of run made with fingerprint .*, not that of run club"):
         run_dashboard(DashboardOptions(meeting, port=0, database=path), print)
     run_dashboard(DashboardOptions(replace(meeting, fingerprint=own[:32]), port=0, database=path), print)
 

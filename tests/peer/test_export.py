@@ -192,9 +192,12 @@ def test_the_newest_state_of_a_live_run_is_fetched_and_exported(tmp_path: Path) 
     async def play(swarm: MemorySwarm) -> Facts:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(3)
-        await announce(swarm, "abc")
+        await swarm.peers[PeerId("c")].leave()
+        await swarm.until_round(swarm.peers[PeerId("a")].round + 2, "ab")
+        await announce(swarm, "ab")
         fetched = await fetch(swarm, tmp_path / "reader")
         manifest = fetched.commit.manifest
+        assert (fetched.peers, len(manifest.roster)) == (3, 2)
         assert manifest.round >= 3
         fetched.version.verify()
         assert fetched.version.root == manifest.state_root
@@ -208,6 +211,7 @@ def test_the_newest_state_of_a_live_run_is_fetched_and_exported(tmp_path: Path) 
 
     facts = in_swarm(tmp_path / "swarm", play)
     assert facts.tokens
+    assert facts.peers == 3
     assert facts.config.model == small_config().model
     version = Version(tmp_path / "reader" / "state" / f"round-{facts.round:08d}", facts.round, layout_of(facts.config))
     theirs, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_tokens()
