@@ -86,7 +86,7 @@ def one_source(checkpoint: Path | None, addresses: Sequence[str]) -> None:
     from spes_p2p.errors import ConfigError
 
     if (checkpoint is None) == (not addresses):
-        what = "both --checkpoint and a live run were" if addresses else "neither --checkpoint nor a live run was"
-        raise ConfigError(
-            f"{what} given", fix="give the folder of a checkpoint, or the invitation to a live run (or --initial-peers)"
-        )
+        fix = "give the folder of a checkpoint, or the invitation to a live run (or --initial-peers)"
+        if addresses:
+            raise ConfigError("both --checkpoint and a live run were given", fix=fix)
+        raise ConfigError("neither --checkpoint nor a live run was given", fix=fix)

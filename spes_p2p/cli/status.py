@@ -118,7 +118,9 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
         lines += ["", f"on probation: {', '.join(waiting)}"]
     if report.banned:
         lines += ["", f"banned: {', '.join(map(short, report.banned))}"]
-        lines += ["  who found out a reducer has the proof in run/proofs/: spes-p2p run inspect --proof FILE"]
+        lines += [
+            "  where electors did it, who found out has the proof in run/proofs/: spes-p2p run inspect --proof FILE"
+        ]
     if (data := _data_line(report)) is not None:
         lines += ["", f"data: {data}"]
     if report.mix:

@@ -252,6 +252,8 @@ def _mistake(key: str, errors: list[Any], tree: Mapping[str, Any]) -> ConfigErro
     if key == section:
         return ConfigError(f"{key} is {_brief(tree[key])}, not a section", fix=f"put the keys of {key} under it")
     value = tree[section][key.partition(".")[2]]
+    if value is None:
+        return ConfigError(f"{key} has no value", fix=f"give {key} a value, or leave it out")
     return ConfigError(f"{key} is {_brief(value)}, not an allowed value", fix=_as_allowed(key, errors, value))
 
 

@@ -89,7 +89,8 @@ def checked_url(text: str, is_own: bool = False) -> str:
             raise ConfigError(f"{shown} names no dataset on the hub", fix="write hf://datasets/OWNER/NAME/FOLDER")
     elif parts.scheme not in ("https", "http") or not host:
         raise ConfigError(
-            f"the data URL {shown} is not on the web", fix="write https://HOST/FOLDER or hf://datasets/..."
+            f"the data URL {shown.removeprefix('://')} is not on the web",
+            fix="write https://HOST/FOLDER or hf://datasets/...",
         )
     elif parts.scheme == "http" and not is_own and not _is_private_host(host):
         raise ConfigError(

@@ -94,7 +94,7 @@ def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:
         raise PermanentError(
             f"{folder} holds another run: its fingerprint is {found.hex()[:16]}, "
             f"that of {info.run_id} is {info.fingerprint.hex()[:16]}",
-            fix="use the invitation or config that it was started with, or choose another --output",
+            fix="use the invitation, or the config and data, that it was started with, or choose another --output",
         )
 
 

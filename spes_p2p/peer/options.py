@@ -88,7 +88,12 @@ def _typed_or_in_file(word: str) -> str:
     except (OSError, UnicodeDecodeError):
         return word  # of which is said that it is no invitation
     found = re.search(rf"{MARK}\d\w+", text)  # a command may stand before it
-    return text if found is None else found[0]
+    if found is None:
+        raise ConfigError(
+            f"the file {word} holds no invitation",
+            fix=f"give the file that was sent to you, or the invitation itself, one long word that begins with {MARK}1",
+        )
+    return found[0]
 
 
 def _check_one_run(invite: Invite, first: Invite, run_id: str | None, fingerprint: str | None) -> None:

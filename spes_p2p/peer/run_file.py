@@ -21,6 +21,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.files import NODE_FOLDER, check_is_new, in_folder, make_folder, write_new
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout, vocabulary_tiles
+from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.peer.herald import expected_coverage, router_warning
 from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer
@@ -176,7 +177,11 @@ def _words(run: NewRun, config: Config, node: Path) -> list[str]:
         words.append("not checked whether the run fits into the volunteers' GPUs: give --gpu-memory 24GiB, say")
     if cost.seconds is None:
         words.append("not checked how long a sync takes: give --uplink 20Mbit --downlink 100Mbit, say")
-    return [word for word in (*words, _words_of_rate(config), *_words_of_strangers(config, node)) if word]
+    if any((node / RUN / CHAIN).glob("*.commit")):
+        taken = f"another run has begun in {node}: give this one a folder of its own (bootstrap --output DIR)"
+    else:
+        taken = ""
+    return [word for word in (*words, _words_of_rate(config), *_words_of_strangers(config, node), taken) if word]
 
 
 def _words_of_rate(config: Config) -> str:

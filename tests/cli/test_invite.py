@@ -70,6 +70,8 @@ def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
     refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1", code=3)
     refused(spes_p2p("status"), "no invitation was given")
+    (tmp_path / "mine.yaml").write_text("# Made by spes-p2p run init")
+    refused(spes_p2p("status", str(tmp_path / "mine.yaml")), f"the file {tmp_path / 'mine.yaml'} holds no invitation")
     refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "spes-p2p invite --folder peer")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ def test_upcycle_then_import(tmp_path: Path) -> None:
     assert (nowhere.exit_code, "/proc/section.yaml cannot be written" in nowhere.errors) == (1, True)
     again = spes_p2p("upcycle", *dense, "--output", str(start))
     assert (again.exit_code, "already exists" in again.errors) == (1, True)
+
+
+def test_an_export_of_nothing_or_of_two_things_has_a_code(tmp_path: Path) -> None:
+    output = ("--output", str(tmp_path / "model"))
+    nothing = spes_p2p("export", *output).errors
+    both = spes_p2p("export", "--checkpoint", "peer", "--initial-peers", "/ip4/127.0.0.1/tcp/1", *output).errors
+    assert re.match(r"Error E\d{3}: neither --checkpoint nor a live run was given\n", nothing)
+    assert re.match(r"Error E\d{3}: both --checkpoint and a live run were given\n", both)
 
 
 def test_a_router_of_zeros_is_warned_of(tmp_path: Path) -> None:

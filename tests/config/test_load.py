@@ -144,7 +144,7 @@ def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...],
         ("model: 3", "model is 3, not a section"),
         ("model:\n  d_model: 3\n  d_model: 4", "d_model appears twice"),
         ("3: 4", "unknown key 3"),
-        ("optimizer: {lr: 0.001, batch_sequences: null}", "optimizer.batch_sequences is None"),
+        ("optimizer: {lr: 0.001, batch_sequences: null}", "optimizer.batch_sequences has no value"),
         ("{}", "model is missing; data is missing; optimizer is missing; and 3 more mistakes"),
     ],
 )

@@ -259,6 +259,13 @@ def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
     assert again.organiser == made.organiser
 
 
+def test_a_folder_in_which_another_run_has_begun_is_named(tmp_path: Path) -> None:
+    Chain(tmp_path / "node" / "run" / "chain").append(MadeRun().chain(1)[0])
+    words = start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node").words
+    assert words[-1].startswith(f"another run has begun in {tmp_path / 'node'}: give this one a folder of its own")
+    assert not any("another run" in word for word in start_run(MINE, tmp_path / "b.yaml", tmp_path / "b").words)
+
+
 def test_a_new_run_with_guests_has_tiles_of_whole_rows(tmp_path: Path) -> None:
     made = start_run(NewRun("mine", "small", "", 4, 2, guest_rank=16), tmp_path / "mine.yaml", tmp_path / "node")
     config = load_config(made.path)
