@@ -116,7 +116,9 @@ def decode(word: str) -> Invite:
     found = _SHAPE.fullmatch("".join(word.split()))
     if found is None or len(word) > MAX_CHARACTERS:
         raise ConfigError(
-            f"{word[:24]!r} is not an invitation: those are one long word that begins with {MARK}{VERSION}", fix=_FIX
+            f"{word[:24]!r} is not an invitation: those are one long word that begins with {MARK}{VERSION} or "
+            f"{MARK}{WITH_TOKEN}",
+            fix=_FIX,
         )
     version = int(found[1])
     if version not in (VERSION, WITH_TOKEN):
