@@ -358,7 +358,7 @@ def _ready_key(rank: int) -> str:
 
 
 def _leave_signals_to_rank_0() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # terminals and service managers send them to all ranks
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # terminals and services signal all ranks
         signal.signal(ignored, signal.SIG_IGN)
 
 
