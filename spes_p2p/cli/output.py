@@ -20,8 +20,8 @@ MOST_WAITING = 1000
 
 
 class BackgroundOutput:
-    """Writes lines to `stream` (default: standard output) in a thread of its own; leaving the block waits for it a
-    moment, and so does the end of the process by a second signal."""
+    """Writes lines to `stream` (default: standard output) in a thread of its own; leaving the block waits for it as
+    long as lines are taken, the end of the process by a second signal a moment."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -56,7 +56,10 @@ class BackgroundOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.drain()
+        before = MOST_WAITING + 2  # with the line that is being written
+        while 0 < (left := self._waiting.unfinished_tasks) < before:  # a slow reader is to have them all
+            before = left
+            self.drain()
         stopping.before_hard_end.remove(self.drain)
 
     def _run(self) -> None:

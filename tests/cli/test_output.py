@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ class Stopped(io.StringIO):
         return super().write(text)
 
 
+class Slow(io.StringIO):
+    """A reader who takes one line for each permission."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permitted = threading.Semaphore(0)
+
+    def write(self, text: str) -> int:
+        self.permitted.acquire()
+        return super().write(text)
+
+
 def is_soon_done(work: Callable[[], object]) -> bool:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -54,6 +67,23 @@ def test_lines_wait_for_a_reader_and_are_all_there_in_the_end() -> None:
         output._waiting.join()
         output.say("last")
     assert stream.getvalue().splitlines() == ["first", *(f"line {number}" for number in range(MOST_WAITING)), "last"]
+
+
+def test_at_the_end_a_slow_reader_gets_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Slow()
+    output = BackgroundOutput(stream)
+
+    def drain() -> None:
+        left, until = output._waiting.unfinished_tasks, time.monotonic() + WAIT_SECONDS
+        stream.permitted.release()
+        while output._waiting.unfinished_tasks == left and time.monotonic() < until:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(output, "drain", drain)
+    with output:
+        for number in range(5):
+            output.say(f"line {number}")
+    assert stream.getvalue().splitlines() == [f"line {number}" for number in range(5)]
 
 
 def test_what_cannot_be_written_is_said_to_who_writes_next() -> None:
