@@ -69,9 +69,14 @@ def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
             loaded = PreTrainedTokenizerFast.from_pretrained(name, eos_token=eos_token)
         if max(loaded.get_vocab().values()) >= ours.vocab_size:
             # its config names tokens that the file lacks, so that the model has no row for them
-            template = loaded.chat_template
-            loaded = PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=eos_token, chat_template=template)
+            known = {name: token for name, token in loaded.special_tokens_map.items() if _has(ours.rust, token)}
+            words = known | {"eos_token": eos_token, "chat_template": loaded.chat_template}
+            loaded = PreTrainedTokenizerFast(tokenizer_object=ours.rust, **words)
     return loaded  # with its chat template, too
+
+
+def _has(rust: RustTokenizer, token: object) -> bool:
+    return isinstance(token, str) and rust.token_to_id(token) is not None
 
 
 def _is_bare(folder: Path) -> bool:

@@ -155,13 +155,14 @@ def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, own: dict[
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     rust.save(str(tmp_path / "tokenizer.json"))
-    about = {"tokenizer_class": name, "eos_token": "<end>", "chat_template": "{{ messages }}"} | own
+    about = {"tokenizer_class": name, "eos_token": "<end>", "bos_token": "1", "chat_template": "{{ messages }}"} | own
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     Publishable(str(tmp_path)).save(tmp_path / "out", 64)
     ours, again = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "IN 1234"
     assert again(text)["input_ids"] == ours.encode([text])[0].tolist()
     assert (again.eos_token_id, again.chat_template, again.model_max_length) == (257, "{{ messages }}", 64)
+    assert again.bos_token == "1"  # a chat template may begin with it
     assert max(again.get_vocab().values()) < ours.vocab_size == 258  # what the model has rows for
 
 
