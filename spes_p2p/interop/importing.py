@@ -53,7 +53,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except StrictDataclassError as error:  # its first line names the field alone
         raise _unusable(folder, " ".join(str(error).split())) from error
-    except (ValueError, OSError, KeyError, TypeError, ArithmeticError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise _unusable(folder, first_line(error)) from error
 
 
@@ -92,7 +92,7 @@ def model_of(config: PretrainedConfig, folder: Path, **own: Any) -> ModelConfig:
         "num_heads": heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // max(1, heads),
-        "rope_theta": float(config.rope_parameters["rope_theta"]),
+        "rope_theta": config.rope_parameters["rope_theta"],
         "rms_eps": config.rms_norm_eps,
         "init_std": config.initializer_range,
     }

@@ -165,6 +165,9 @@ def test_parts_that_our_model_lacks_are_named(changes: dict[str, Any], named: st
         ("num_experts", 0, "the model's num_experts would be 0"),
         ("rms_norm_eps", "1e-6", "Field 'rms_norm_eps' expected float, got str"),
         ("num_attention_heads", 0, "the model's num_heads would be 0"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "1e4"}, "the model's rope_theta would be '1e4'"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": None}, "the model's rope_theta would be None"),
+        ("dtype", "float33", "has no attribute 'float33'"),
     ],
 )
 def test_values_that_no_model_has_are_named(field: str, value: object, named: str, tmp_path: Path) -> None:
