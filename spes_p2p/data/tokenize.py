@@ -98,6 +98,7 @@ def tokenize(
     _check(options)
     urls = checked_urls(options.urls)
     units = Unit.of_all([path for path in find_inputs(patterns) if not is_output(path)])
+    _refuse_overwriting(units, output_dir / MANIFEST)
     tokenizer = load_tokenizer(options.tokenizer, options.eos_token)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     settings = Settings(tokenizer.fingerprint, tokenizer.eos_id, options.text_field, dtype, options.max_shard_bytes)
@@ -233,6 +234,11 @@ def _check(options: TokenizeOptions) -> None:
     for name in ("processes", "batch_size", "sequence_length"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name} is {getattr(options, name)}, must be at least 1", fix=f"raise {name}")
+
+
+def _refuse_overwriting(units: list[Unit], manifest: Path) -> None:
+    if any(isinstance(unit.path, Path) and unit.path.resolve() == manifest.resolve() for unit in units):
+        raise DataError(f"{manifest} is part of the text, and would be overwritten", fix="give another --output")
 
 
 def _manifest(workspace: Workspace, units: list[Unit], tokenizer: Tokenizer) -> Manifest:

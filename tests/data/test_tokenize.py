@@ -222,6 +222,16 @@ def test_the_output_may_lie_among_the_input(inside: str, tmp_path: Path) -> None
     assert documents(output) == TEXTS
 
 
+def test_text_that_is_called_as_the_manifest_is_not_overwritten(tmp_path: Path) -> None:
+    text = tmp_path / "manifest.json"
+    text.write_bytes(lines(*TEXTS))
+    with pytest.raises(DataError, match="is part of the text, and would be overwritten"):
+        tokenize([str(tmp_path)], tmp_path, ALONE)
+    assert text.read_bytes() == lines(*TEXTS)
+    tokenize([str(tmp_path)], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == TEXTS
+
+
 def test_a_file_counts_once_whatever_leads_to_it_and_links_to_folders_are_followed(tmp_path: Path) -> None:
     """Text that is there twice could be held out and trained on."""
     corpus, other = tmp_path / "corpus", tmp_path / "other"
