@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,31 @@ def test_a_peer_goes_on_while_its_terminal_stands_still(form: str, monkeypatch: 
     watching._output._waiting.join()
     assert [one for one in ("round 1", "round 2", "good-bye") if one not in stream.getvalue()] == []
     assert stopping.before_hard_end == []
+
+
+def test_what_was_said_before_stays_above_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, above = Stopped(), list[str]()
+
+    def drain(output: BackgroundOutput) -> None:
+        stream.goes_on.set()
+        output._waiting.join()
+
+    def screen(*arguments: Any) -> Any:
+        above.append(stream.getvalue())
+        return SimpleNamespace(abandon=None, write=lambda *event: None, close=lambda: None)
+
+    terminal = SimpleNamespace(is_terminal=True, is_dumb_terminal=False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(BackgroundOutput, "drain", drain)
+    monkeypatch.setattr("spes_p2p.cli.watching.Console", lambda: terminal)
+    monkeypatch.setattr("spes_p2p.cli.watching.LiveScreen", screen)
+    monkeypatch.setattr("spes_p2p.cli.watching.can_hear_keys", lambda: False)
+    with Watching("auto") as watching:
+        watching.say("loading PyTorch")
+        watching.show(
+            SimpleNamespace(run_id="run", peer="peer", output=tmp_path, steps_per_round=None, facts=None)  # type: ignore[arg-type]
+        )
+    assert above == ["loading PyTorch\n"]
 
 
 def test_a_node_goes_on_while_its_terminal_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import pytest
 
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import DaemonEnded, Stopped
+from spes_p2p.ids import PeerId
 from spes_p2p.peer import bootstrap
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.options import NetworkOptions, PeerOptions
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.hivemind_backend.join import Reached
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from tests.swarm.micro import MICRO
@@ -186,6 +188,31 @@ def test_a_broken_connection_of_a_library_is_no_traceback_and_a_bug_is_one(
         thread.run(scenario())
         gc.collect()
     assert len(caplog.records) == told
+
+
+def test_members_are_asked_first_where_a_daemon_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers may have written a thousand records since."""
+    member, strangers = PeerId("member"), [PeerId(f"stranger{number}") for number in range(64)]
+    asked = list[str]()
+
+    async def meet(self: HivemindNetwork, addresses: list[str], quiet: Collection[str]) -> list[Reached]:
+        asked.extend(addresses)
+        return []
+
+    async def scenario() -> None:
+        network = await HivemindNetwork.start(host_maddrs=LOOPBACK)
+        try:
+            for peer in (member, *strangers):
+                network.transport.learn(peer, ("/ip4/127.0.0.1/tcp/1",))
+            monkeypatch.setattr(network.transport, "is_member", lambda peer: peer == member)
+            monkeypatch.setattr(HivemindNetwork, "_meet", meet)
+            await network.restart()
+        finally:
+            await network.close()
+
+    with NetworkThread() as thread:
+        thread.run(scenario(), WAIT_SECONDS)
+    assert asked[0] == f"/ip4/127.0.0.1/tcp/1/p2p/{member}"
 
 
 def run_of_nine(folder: Path) -> BootstrapOptions:
