@@ -29,7 +29,8 @@ MOST_LEASES = 64
 
 @dataclass
 class _Lease:
-    """`has_state`: its holder needs only what was handed out after `round`. `first`: when it had its first lease."""
+    """`has_state`: its holder needs only what was handed out after `round`. `first`: since when it had what was
+    kept for it last."""
 
     round: int
     since: float
@@ -97,6 +98,8 @@ class Retention:
         }
         if shutil.disk_usage(self._store.directory).free < self._store.layout.num_values * VALUE_BYTES:
             self.clear()
+        for lease in self._leases.values():
+            lease.first = lease.since  # what it needed before goes now
         by_age = sorted(self._leases.values(), key=lambda lease: lease.since)
         states = dict.fromkeys(lease.round for lease in by_age if not lease.has_state and lease.round < tip - 1)
         kept = frozenset(list(states)[:MOST_STATES])

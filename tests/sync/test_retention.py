@@ -117,6 +117,20 @@ def test_going_to_and_fro_renews_no_lease_for_ever(swarm_store: StateStore) -> N
     assert not leases.needed(9)[0]
 
 
+def test_who_has_followed_for_days_may_ask_again_for_a_round(swarm_store: StateStore) -> None:
+    time = Time()
+    leases = Retention(swarm_store, time)
+    for base in range(1, 7):
+        for _ in range(40):
+            leases.asked(A, WiresRequest(base + 1, base))
+            assert leases.needed(9)[1] == {*range(base + 1, 9)}
+            time.now += retention.IDLE_SECONDS
+    assert time.now > retention.LONGEST_SECONDS
+    leases.asked(A, WiresRequest(9, 8))
+    leases.asked(A, WiresRequest(7, 6))
+    assert leases.needed(9)[1] == {7, 8}
+
+
 def test_strangers_can_take_only_so_many_leases(swarm_store: StateStore) -> None:
     leases = Retention(swarm_store, Time())
     for number in range(1000):
