@@ -15,7 +15,7 @@ from spes_p2p.config.load import published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
-from spes_p2p.errors import CheckpointError, ConfigError, NetworkError
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.card import Facts
 from spes_p2p.interop.export import export_model
@@ -126,6 +126,18 @@ def test_what_ended_the_documents_ends_what_the_model_writes(known_by: str, tmp_
             run_export(ExportOptions(output, peer, tokenizer=given), lambda text: None)
             assert AutoTokenizer.from_pretrained(output).eos_token == "<turn>"
             assert GenerationConfig.from_pretrained(output).eos_token_id == 2
+
+
+def test_a_tokenizer_that_names_no_end_is_refused_before_a_run_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
+    monkeypatch.setattr("spes_p2p.peer.export.fetch_over_network", None)
+    with pytest.raises(DataError, match="does not say which token ends a text"):
+        run_export(ExportOptions(tmp_path / "out", None, tokenizer=str(path)), lambda text: None)
 
 
 def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None:
