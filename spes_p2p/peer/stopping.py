@@ -32,7 +32,6 @@ INTERRUPTED = 130
 """Exit code after a second signal, as shells have it (128 + SIGINT)."""
 NOTHING_LOST = "nothing is lost"
 _URGENT = (signal.SIGINT, signal.SIGTERM)
-_SIGNALS = (*_URGENT, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 before_hard_end: list[Callable[[], object]] = []
 """Functions to call before the process is ended at once, such as one that restores the terminal."""
@@ -69,7 +68,8 @@ def leaving_on_signals(
     os.set_blocking(write, False)
     asked = threading.Event()
     threading.Thread(target=_watch, args=(read, asked, leave, say, lost), name="signals", daemon=True).start()
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # so says nohup
+    heeded = _URGENT if outlives_terminal else (*_URGENT, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
     fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # written to when the signal comes
     try:
@@ -85,7 +85,7 @@ def leaving_on_signals(
 def _watch(
     read: int, asked: threading.Event, leave: Callable[[], object], say: Callable[[str], None], lost: str
 ) -> None:
-    if not _heard(read, _SIGNALS, None):
+    if not _heard(read, (*_URGENT, signal.SIGHUP), None):
         os.close(read)
         return
     asked.set()

@@ -101,6 +101,17 @@ def test_what_is_to_outlive_its_terminal_does() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_job_in_the_background_of_a_script_heeds_ctrl_c_too() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells start such jobs
+    try:
+        process = start(60.0, "leaves")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    process.send_signal(signal.SIGINT)
+    assert "left" in rest(process)
+    assert process.wait() == 0
+
+
 def test_what_does_not_end_in_time_is_ended() -> None:
     process = start(0.05, "hangs")
     process.send_signal(signal.SIGTERM)
