@@ -106,7 +106,8 @@ class Contacts(Part):
     def forget(self, peer: PeerId) -> None:
         """Of a peer that is no member and was not heard for long nothing is kept."""
         del self._others.contacts[peer]
-        self._others.heard_since.pop(peer, None)
+        for kept in (self._others.heard_since, self._others.asked, self._others.asked_in_vain):
+            kept.pop(peer, None)
         self._others.refused_dial.discard(peer)
         self._state.round.sent.pop(peer, None)
 

@@ -13,7 +13,7 @@ from spes_p2p.consensus.messages import Commit, DegradedProposal, Signed
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.state import HOPELESS, Key
 from spes_p2p.consensus.vote_events import Verdict
-from spes_p2p.ids import Hash
+from spes_p2p.ids import Hash, PeerId
 
 MOST_CONTENTS = 32
 """Contents that are kept beside those that are needed."""
@@ -124,18 +124,22 @@ class Proposals(Part):
             current.refused.add(name)
 
     def can_be_had(self, name: Hash, now: float) -> bool:
-        """Whether the state of a certified child is here, or somebody who is heard has it.
-
-        Anybody can say that it is further; of who was asked for that in vain it does not count.
-        """
+        """Whether the state of a certified child is here, or somebody who is heard has it."""
         if name in self._state.round.verified or name in self._state.record.pinned:
             return True  # what we voted for is on our disk
         living = (contact.status for peer, contact in self._others.contacts.items() if self._contacts.alive(peer, now))
         return any(
             (status.peer in self._state.electors and status.ballots.value == name)
-            or (status.round > self._state.tip.round and not self._others.asked_in_vain[status.peer])
+            or (status.round > self._state.tip.round and self._is_believed(status.peer))
             for status in living
         )
+
+    def _is_believed(self, peer: PeerId | None) -> bool:
+        """Whether a peer's word counts that it is further, which anybody can say: not of who was asked in vain.
+
+        An elector's always does, since its link may be slow; where it might lie, nobody goes on without a quorum.
+        """
+        return peer in self._state.electors or (peer is not None and not self._others.asked_in_vain[peer])
 
     def is_out_of_reach(self, name: Hash, now: float) -> bool:
         """Whether this child is committed by those who are given up, and none of those who are left has its state."""
@@ -147,7 +151,8 @@ class Proposals(Part):
         A leaver need not go on: who has the state brings it when they meet again.
         """
         current = self._state.round
-        moves = current.adopting or current.following or now - current.progress_at <= self._pace.deadline_seconds(0)
+        is_coming = current.following and self._is_believed(self._others.asked_last)
+        moves = current.adopting or is_coming or now - current.progress_at <= self._pace.deadline_seconds(0)
         if moves or self._own.intent.leaving or self.can_be_had(commit.certificate.manifest, now):
             current.reachable_at = now
         return now - current.reachable_at > self._pace.lost_state_wait_seconds()

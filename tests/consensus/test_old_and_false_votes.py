@@ -193,14 +193,19 @@ def test_one_elector_that_lies_closes_no_round_that_it_does_not_lead() -> None:
 def test_of_strangers_that_came_and_went_nothing_is_kept() -> None:
     """Keys cost nothing: a run that lasts for months hears of millions."""
     elector, now = Elector(4, Faults.BYZANTINE), 0.0
-    others = elector.core.state.others
-    for number in range(3 * MAX_NEWCOMERS):
-        now += 2 * elector.core.state.pace.suspect_seconds
+    core, others = elector.core, elector.core.state.others
+    for number in range(MAX_NEWCOMERS + 8):
+        for _ in range(int(core.state.pace.suspect_seconds) + 1):
+            now += 1.0
+            core.handle(on.ClockTicked(), now)
         peer = PeerId(f"stranger {number}")
-        said = FakeSealer(peer).seal(replace(elector.core.status(), peer=peer, sequence=1))
-        elector.hears(Envelope(peer, (said,), answers=elector.core.state.own.life), now)
-        elector.core.handle(on.HostRefusedDial(peer), now)
-    assert max(len(others.contacts), len(others.heard_since), len(others.refused_dial)) <= MAX_NEWCOMERS
+        status = replace(core.status(), peer=peer, sequence=1, round=7, head=sha256(b"%d" % number))
+        elector.hears(Envelope(peer, (FakeSealer(peer).seal(status),), answers=core.state.own.life), now)
+        assert others.asked_last == peer
+        core.handle(on.CatchUpFailed(), now)
+        core.handle(on.HostRefusedDial(peer), now)
+    kept = (others.contacts, others.heard_since, others.refused_dial, others.asked, others.asked_in_vain)
+    assert max(len(known) for known in kept) <= MAX_NEWCOMERS
 
 
 def test_a_stranger_that_claims_to_have_a_lost_state_keeps_nobody_waiting_for_it() -> None:
@@ -222,6 +227,57 @@ def test_a_stranger_that_claims_to_have_a_lost_state_keeps_nobody_waiting_for_it
     assert not proposals.can_be_had(name, 1.5)
     says(other, 1, 2.0, ballots=Ballots(value=name))
     assert proposals.can_be_had(name, 2.0)
+
+
+class LostChild:
+    """A peer that knows the certificate of a child, not its state; somebody says that it stands on that child."""
+
+    def __init__(self, is_elector: bool) -> None:
+        self.elector = Elector(3)
+        self.core = self.elector.core
+        self.holder = self.elector.order[1] if is_elector else PeerId("stranger")
+        self.now, self.sequence, self.fails_at = 0.0, 0, float("inf")
+        self.proposals = Parts(self.core.state, PartClasses()).proposals
+        for _ in range(11):  # it asks first what became of the run
+            self.beat(self.core.tip.round, self.core.tip_hash)
+        said = tuple(FakeSealer(peer).seal(replace(self.core.status(), peer=peer)) for peer in self.elector.order)
+        statements, tip = Statements((), (), said), self.core.tip
+        self.child = content_of(self.elector.rules, tip, EMPTY, statements, tip.state_root, None).manifest
+        self.name = manifest_hash(self.child)
+        commit = Commit(Certificate(self.core.tip_hash, QUORUM, 0, self.name, (), ()), self.child)
+        Parts(self.core.state, PartClasses()).voting.take_decision(commit, self.now)
+
+    def beat(self, round: int, head: Hash) -> None:
+        """A second passes; who is asked for the state cannot give it."""
+        self.now, self.sequence = self.now + 1.0, self.sequence + 1
+        status = replace(self.core.status(), peer=self.holder, sequence=self.sequence, life=9, round=round, head=head)
+        said = FakeSealer(self.holder).seal(status)
+        done = self.elector.hears(Envelope(self.holder, (said,), answers=self.core.state.own.life), self.now)
+        done += self.core.handle(on.ClockTicked(), self.now)
+        if self.now >= self.fails_at:
+            self.fails_at = float("inf")
+            done += self.core.handle(on.CatchUpFailed(), self.now)
+        if any(isinstance(action, CatchUp) for action in done):
+            self.fails_at = self.now + 2 * self.core.state.pace.deadline_seconds(0)
+
+    def is_given_up(self, waits: float) -> bool:
+        """Whether the others go on without it, within so many times as long as they wait for a lost state."""
+        until = self.now + waits * self.core.state.pace.lost_state_wait_seconds()
+        while self.now < until and self.core.state.round.decided is not None:
+            self.beat(self.child.round, self.name)
+        return self.core.state.round.decided is None
+
+
+def test_a_stranger_that_is_asked_again_and_again_keeps_nobody_waiting_either() -> None:
+    assert LostChild(is_elector=False).is_given_up(1.2)
+
+
+def test_an_elector_that_could_not_give_its_state_for_a_while_is_waited_for() -> None:
+    """It has it: another child beside it would split the run."""
+    lost = LostChild(is_elector=True)
+    assert not lost.is_given_up(3)
+    assert lost.core.state.others.asked_in_vain[lost.holder]
+    assert lost.proposals.can_be_had(lost.name, lost.now)
 
 
 class Leaver:
