@@ -13,7 +13,7 @@ import errno
 import os
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -56,7 +56,7 @@ T = TypeVar("T")
 MAX_EVENT_BYTES = 4 * 2**20
 """Events of one file. The state before them does not count: a larger one would be written anew at each event."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"
-_BEGIN = "begin 4"
+_BEGINS = "begin "
 _EVENTS: dict[str, type[on.Event]] = {kind.__name__: kind for kind in get_args(on.Event)}
 
 
@@ -153,8 +153,10 @@ class Recording:
 def load_recording(path: Path) -> Recording:
     """Raises StateError where the file is none; a torn tail is left out."""
     first, *others = [unpack_plain(data) for data in _whole_frames(path.read_bytes())] or [None]
-    if not isinstance(first, list) or first[0] != _BEGIN:
+    if not isinstance(first, list) or not str(first[0]).startswith(_BEGINS):
         raise StateError(f"{path} is not a recording", fix=f"give the {NEWEST} of a peer's folder")
+    if first[0] != _BEGIN:
+        raise StateError(f"{path} was recorded by another version of spes-p2p", fix="replay it with that version")
     frames = [Frame(unpack(_EVENTS[name], data), now, decided) for name, data, now, decided in others]
     return Recording(unpack(RunInfo, first[1]), first[2], first[3], frames)
 
@@ -236,6 +238,16 @@ _MESSAGES = {
 }
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"
+
+
+def _mark_of(kinds: Iterable[type]) -> str:
+    """How a recording begins: with the fields of all classes, since a state that lacks one is of another version."""
+    fields = [[kind.__name__, *([field.name, str(field.type)] for field in dataclasses.fields(kind))] for kind in kinds]
+    learnt = [sorted(vars(one)) for one in (timing.Pace(1.0), timing.Window())]
+    return _BEGINS + sha256(msgpack.packb([sorted(fields, key=repr), learnt])).hex()[:16]
+
+
+_BEGIN = _mark_of(kind for kind in {*_CLASSES.values(), *_EVENTS.values()} if dataclasses.is_dataclass(kind))
 
 
 def pack_plain(value: Any) -> bytes:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import is_dataclass
+import zlib
+from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+import msgpack
 import pytest
 
 from spes_p2p.consensus import vote_events
@@ -17,17 +19,19 @@ from spes_p2p.consensus.events import Event
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import leader_order
 from spes_p2p.consensus.messages import Signed
-from spes_p2p.consensus.state import State
+from spes_p2p.consensus.state import Others, RoundState, State
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import (
+    _BEGIN,
     _CLASSES,
     BEFORE,
     NEWEST,
     NOT_KEPT,
     FlightRecorder,
+    _mark_of,
     load_recording,
     pack_plain,
     replay,
@@ -169,6 +173,29 @@ def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Pa
     with pytest.raises(StateError, match="is not a recording"):
         load_recording(newest)
     assert whole.me == "b"
+
+
+def test_a_recording_of_a_version_with_other_fields_is_refused(folder: Path, tmp_path: Path) -> None:
+    """What its state lacks has no value that one could guess."""
+    record(folder, tmp_path / "flight")
+    data = (tmp_path / "flight" / NEWEST).read_bytes()
+    older = tmp_path / "older"
+    older.write_bytes(with_mark(data, "begin 4"))
+    with pytest.raises(StateError, match="another version"):
+        load_recording(older)
+    older.write_bytes(with_mark(data, _BEGIN))
+    assert load_recording(older).me == "b"
+
+    kinds = (State, Others, RoundState)
+    fewer = make_dataclass("Others", [(field.name, field.type) for field in fields(Others)[:-1]])
+    assert _mark_of(kinds) == _mark_of(kinds[::-1]) != _mark_of((State, fewer, RoundState))
+
+
+def with_mark(data: bytes, mark: str) -> bytes:
+    """A recording with another mark in its first frame."""
+    end = 8 + int.from_bytes(data[:4], "big")
+    first = msgpack.packb(["l", mark, *msgpack.unpackb(data[8:end])[2:]])
+    return len(first).to_bytes(4, "big") + zlib.crc32(first).to_bytes(4, "big") + first + data[end:]
 
 
 def test_a_state_above_the_limit_is_not_written_again_at_each_event(folder: Path, tmp_path: Path) -> None:
