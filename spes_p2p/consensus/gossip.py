@@ -135,7 +135,7 @@ class Gossip(Part):
         return not theirs.intent.joining or theirs.peer not in self._next_newcomers()
 
     def _next_newcomers(self) -> list[PeerId]:
-        """As many as the next manifest may name, and in the order in which it does (see `next_members`)."""
+        """Whom the next manifest may name, by the same rule (see `next_members`)."""
         head, now, admission = self._state.tip_hash, self._state.last_event, self._state.admission()
         members = {member.peer for member in self._state.tip.members}
         here = (
@@ -143,9 +143,10 @@ class Gossip(Part):
             for peer, contact in self._others.contacts.items()
             if peer not in members and contact.status.head == head and contact.status.intent.joining
         )
-        living = (peer for peer in here if self._contacts.alive(peer, now))
-        ordered = sorted(living, key=lambda peer: (not admission.may_vote(peer), rank(head, peer)))
-        return ordered[: most_new(len(members))]
+        living = [peer for peer in here if self._contacts.alive(peer, now) and not admission.is_banned(peer)]
+        vouched = [peer for peer in living if admission.by_vouch and admission.may_vote(peer)]
+        strangers = sorted((peer for peer in living if peer not in vouched), key=lambda peer: rank(head, peer))
+        return vouched + strangers[: most_new(len(members))]
 
     def _passed_on(self, theirs: Status, now: float) -> tuple[Signed[Status], ...]:
         """Fresh statuses of electors that do not reach `theirs` themselves; whatever it asks for, each once."""

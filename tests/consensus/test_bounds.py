@@ -23,7 +23,7 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import LEAST_NEW, Member, leader_order
+from spes_p2p.consensus.membership import LEAST_NEW, Member, Roll, leader_order, rank
 from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
@@ -306,6 +306,30 @@ def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have() -> None
         sent = [act for act in acts if isinstance(act, Send) and act.to.startswith("stranger")]
         assert len(sent) == MAX_NEWCOMERS
         assert sum(bool(act.envelope.reports) for act in sent) == LEAST_NEW
+
+
+def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_banned() -> None:
+    """As the next manifest names them, however many they are, and strangers beside them."""
+    core = walk_until(lambda core: core.state.round.reports)
+    plan, now, state = core.state.round.plan, core.state.last_event, core.state
+    assert plan is not None
+    state.identity = replace(state.identity, rules=replace(state.rules, by_vouch=True))
+    vouched = tuple(sorted(PeerId(f"friend {number}") for number in range(3 * LEAST_NEW)))
+    strangers = sorted(
+        (PeerId(f"stranger {number}") for number in range(4 * LEAST_NEW)), key=lambda peer: rank(core.tip_hash, peer)
+    )
+    banned = tuple(sorted(strangers[: 2 * LEAST_NEW]))
+    state.others.roll = FakeSealer(state.rules.organiser).seal(Roll(state.rules.fingerprint, 1, vouched, banned))
+    known = replace(core.status(), incarnation=1, sequence=1, life=1, plan=plan_hash(plan.value), reports=b"")
+    for peer in (*strangers, *vouched):
+        said = FakeSealer(peer).seal(replace(known, peer=peer, intent=Intent(joining=True)))
+        core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
+    acts = core.handle(on.ClockTicked(), now + state.pace.heartbeat_seconds)
+    told = {act.to for act in acts if isinstance(act, Send) and act.envelope.reports}
+    assert told - {member.peer for member in core.tip.members} == {
+        *vouched,
+        *strangers[2 * LEAST_NEW : 3 * LEAST_NEW],
+    }
 
 
 @pytest.mark.parametrize(
