@@ -5,6 +5,7 @@ costs at most one envelope a peer, and what is lost comes again."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import Send
@@ -67,8 +68,9 @@ class Gossip(Part):
             if speak or self._own.has_news
             else [p for p in sorted(self._others.reply_due) if self._contacts.alive(p, now)]
         )
+        newcomers = self._next_newcomers() if audience else []
         for peer in audience:
-            envelope = self.envelope(peer, now if beat else None)
+            envelope = self.envelope(peer, now if beat else None, newcomers)
             if speak or envelope.has_news:
                 self._state.out.append(Send(peer, envelope))
         self._own.has_news = False
@@ -83,10 +85,15 @@ class Gossip(Part):
             + [p for p in self._others.seeds if p not in named and p not in strangers and p != self._me]
         )
 
-    def envelope(self, peer: PeerId, beat_at: float | None) -> Envelope:
+    def answer(self, peer: PeerId) -> Envelope:
+        """What `peer` is told when it asks, between two heartbeats."""
+        return self.envelope(peer, None, self._next_newcomers())
+
+    def envelope(self, peer: PeerId, beat_at: float | None, newcomers: Collection[PeerId]) -> Envelope:
         """Our status and what `peer` lacks according to its last status; nothing is sent twice between two heartbeats.
 
         `beat_at`: the time of the heartbeat, which also carries the messages of others; None between heartbeats.
+        `newcomers`: who may be named next.
         """
         current = self._state.round
         contact = self._others.contacts.get(peer)
@@ -104,7 +111,7 @@ class Gossip(Part):
         if theirs.round < current.tip.round:
             commit = self._own.commit if _once(sent, "tip") else None
             return Envelope(self._me, statuses, commit=commit, answers=answers)
-        if theirs.head != current.tip_hash or self._looks_on(theirs):
+        if theirs.head != current.tip_hash or self._looks_on(theirs, newcomers):
             return Envelope(self._me, statuses, answers=answers)
         relay = beat_at is not None
         plan, degraded = self._plan_for(theirs, sent, relay), current.own_degraded
@@ -125,14 +132,14 @@ class Gossip(Part):
             equivocations=self._equivocations_for(sent) if relay else (),
         )
 
-    def _looks_on(self, theirs: Status) -> bool:
+    def _looks_on(self, theirs: Status, newcomers: Collection[PeerId]) -> bool:
         """Whether a peer takes no part in this round or the next: an archive, or a newcomer that has to wait.
 
         Keys cost nothing: all that a round says, for as many as there may be, would be more than a home's uplink bears.
         """
         if any(member.peer == theirs.peer for member in self._state.tip.members):
             return False
-        return not theirs.intent.joining or theirs.peer not in self._next_newcomers()
+        return not theirs.intent.joining or theirs.peer not in newcomers
 
     def _next_newcomers(self) -> list[PeerId]:
         """Whom the next manifest may name, by the same rule (see `next_members`)."""

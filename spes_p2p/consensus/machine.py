@@ -177,7 +177,7 @@ class Consensus:
         if isinstance(event, on.MessageReceived):
             self._receive(event, now)
         elif isinstance(event, on.ReplyRequested):
-            self.state.out.append(Send(event.peer, self._parts.gossip.envelope(event.peer, None)))
+            self.state.out.append(Send(event.peer, self._parts.gossip.answer(event.peer)))
         elif isinstance(event, on.ClockTicked):
             self._advance(now, TICK)
         elif isinstance(event, on.HostRefusedDial):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus import membership
+from spes_p2p.consensus import gossip, membership
 from spes_p2p.consensus.actions import Notice, Send
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import MAX_BALLOT
@@ -291,7 +291,7 @@ def test_strangers_are_few_and_silent_ones_make_room(core: Consensus) -> None:
     assert len(core.state.others.contacts) <= MAX_NEWCOMERS + 2
 
 
-def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have() -> None:
+def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may say with each heartbeat that it knows nothing yet."""
     core = walk_until(lambda core: core.state.round.reports)
     plan, now = core.state.round.plan, core.state.last_event
@@ -301,11 +301,14 @@ def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have() -> None
         peer = PeerId(f"stranger {number}")
         said = FakeSealer(peer).seal(replace(known, peer=peer, intent=Intent(joining=True)))
         core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
+    ranked: list[PeerId] = []
+    monkeypatch.setattr(gossip, "rank", lambda head, peer: (ranked.append(peer), rank(head, peer))[1])
     for beat in range(1, 3):
         acts = core.handle(on.ClockTicked(), now + beat * core.state.pace.heartbeat_seconds)
         sent = [act for act in acts if isinstance(act, Send) and act.to.startswith("stranger")]
         assert len(sent) == MAX_NEWCOMERS
         assert sum(bool(act.envelope.reports) for act in sent) == LEAST_NEW
+        assert len(ranked) == beat * MAX_NEWCOMERS, "the loop would be busy for all of them times all of them"
 
 
 def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_banned() -> None:

@@ -6,7 +6,7 @@ at all. It cannot make up what others did not sign: of attacks that try there is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -151,8 +151,8 @@ class OtherState(_Alters):
 class TwoFaces(Gossip):
     """Proposes one manifest to half of the electors and another one, which is as good, to the others."""
 
-    def envelope(self, peer: PeerId, beat_at: float | None) -> Envelope:
-        honest = super().envelope(peer, beat_at)
+    def envelope(self, peer: PeerId, beat_at: float | None, newcomers: Collection[PeerId]) -> Envelope:
+        honest = super().envelope(peer, beat_at, newcomers)
         named = [votes.proposal for votes in honest.votes if votes.proposal and votes.proposal.author == self._me]
         order = self._state.electorate.order
         if not named or peer not in order[::2]:
@@ -182,8 +182,8 @@ def _turned(votes: Votes, proposal: Signed[Proposal]) -> Votes:
 class TwoVotes(Gossip):
     """Votes for what is proposed before half of the electors, and before the others for nothing."""
 
-    def envelope(self, peer: PeerId, beat_at: float | None) -> Envelope:
-        honest = super().envelope(peer, beat_at)
+    def envelope(self, peer: PeerId, beat_at: float | None, newcomers: Collection[PeerId]) -> Envelope:
+        honest = super().envelope(peer, beat_at, newcomers)
         if peer in self._state.electorate.order[::2]:
             return honest
         return replace(honest, votes=tuple(map(self._turned, honest.votes)))
