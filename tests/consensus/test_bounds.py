@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -301,14 +302,14 @@ def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have(monkeypat
         peer = PeerId(f"stranger {number}")
         said = FakeSealer(peer).seal(replace(known, peer=peer, intent=Intent(joining=True)))
         core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
-    ranked: list[PeerId] = []
-    monkeypatch.setattr(gossip, "rank", lambda head, peer: (ranked.append(peer), rank(head, peer))[1])
+    ranking = Mock(wraps=rank)
+    monkeypatch.setattr(gossip, "rank", ranking)
     for beat in range(1, 3):
         acts = core.handle(on.ClockTicked(), now + beat * core.state.pace.heartbeat_seconds)
         sent = [act for act in acts if isinstance(act, Send) and act.to.startswith("stranger")]
         assert len(sent) == MAX_NEWCOMERS
         assert sum(bool(act.envelope.reports) for act in sent) == LEAST_NEW
-        assert len(ranked) == beat * MAX_NEWCOMERS, "the loop would be busy for all of them times all of them"
+        assert ranking.call_count == beat * MAX_NEWCOMERS, "the loop would be busy for all of them times all of them"
 
 
 def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_banned() -> None:
@@ -321,11 +322,12 @@ def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_
     strangers = sorted(
         (PeerId(f"stranger {number}") for number in range(4 * LEAST_NEW)), key=lambda peer: rank(core.tip_hash, peer)
     )
-    banned = tuple(sorted(strangers[: 2 * LEAST_NEW]))
+    banned, elsewhere = tuple(sorted(strangers[:LEAST_NEW])), strangers[LEAST_NEW : 2 * LEAST_NEW]
     state.others.roll = FakeSealer(state.rules.organiser).seal(Roll(state.rules.fingerprint, 1, vouched, banned))
     known = replace(core.status(), incarnation=1, sequence=1, life=1, plan=plan_hash(plan.value), reports=b"")
     for peer in (*strangers, *vouched):
-        said = FakeSealer(peer).seal(replace(known, peer=peer, intent=Intent(joining=True)))
+        head = sha256(b"another history") if peer in elsewhere else known.head
+        said = FakeSealer(peer).seal(replace(known, peer=peer, head=head, intent=Intent(joining=True)))
         core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
     acts = core.handle(on.ClockTicked(), now + state.pace.heartbeat_seconds)
     told = {act.to for act in acts if isinstance(act, Send) and act.envelope.reports}

@@ -162,7 +162,11 @@ def test_what_is_news_is_what_changes_something() -> None:
         heard = HeardVotes(Electorate(order, Faults.BYZANTINE), *run)
         for _ in range(30):
             author, ballot, value = FakeSealer(chance.choice(order)), chance.randrange(4), chance.choice(values)
-            polka = heard.polka if chance.random() < 0.5 else None
+            cast = Prevote(
+                *run, ballot, chance.choice(values[:2])
+            )  # by a quorum, which may be another one than we know
+            others = Polka(ballot, cast.value, tuple(FakeSealer(one).seal(cast) for one in chance.sample(order, 3)))
+            polka = chance.choice((None, None, heard.polka, others))
             proposal = Proposal(*run, ballot, polka.value if polka else value, polka)
             votes = chance.choice((
                 Votes(prevote=author.seal(Prevote(*run, ballot, value))),
@@ -324,6 +328,43 @@ def test_a_round_ends_for_a_leaver_once_and_for_no_stranger_that_serves(trains: 
     """Who says each time that it leaves, and takes that back, would leave nobody time to train."""
     leaver = Leaver(trains, votes)
     assert [leaver.ends_a_round() for _ in range(4)] == [trains or votes, False, False, False]
+    everybody, leaver.members = leaver.members, leaver.members[1:]
+    assert not leaver.ends_a_round()
+    leaver.members = everybody  # it has left, and came back
+    assert leaver.ends_a_round() == (trains or votes)
+
+
+def test_a_leader_closes_no_round_early_for_who_leaves_once_more() -> None:
+    """It may after four fifths of the learnt time, but has no reason to while nearly all still train."""
+    leaver = Leaver(True, True)
+    for is_first in (True, False):
+        leaver.ends_a_round()
+        closes = Parts(leaver.core.state, PartClasses()).round_plan._should_close(leaver.now + 0.5)
+        assert closes == is_first
+        state = leaver.core.state
+        state.round.started_at -= 90.0
+        closes = Parts(state, PartClasses()).round_plan._should_close(leaver.now + 0.5)
+        assert closes == is_first
+
+
+def test_what_is_known_of_the_vote_before_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaver = Leaver(True, True)
+    run = (leaver.core.state.rules.fingerprint, leaver.core.tip_hash)
+    leaver._goes_on()
+    before, taken = leaver.core.state.others.votes_before, list[Votes]()
+    assert before is not None
+    take = HeardVotes.take
+
+    def counting(heard: HeardVotes, votes: Votes) -> None:
+        taken.append(votes)
+        take(heard, votes)
+
+    monkeypatch.setattr(HeardVotes, "take", counting)
+    one, other = (Votes(prevote=FakeSealer(leaver.peer).seal(Prevote(*run, 0, sha256(what)))) for what in (b"x", b"y"))
+    envelope = Envelope(PeerId("stranger"), votes=(one, other) * 500)
+    leaver.core.handle(on.MessageReceived(envelope), leaver.now)
+    assert taken == [one, other]
+    assert leaver.peer in leaver.core.state.others.equivocations
 
 
 def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> None:

@@ -195,6 +195,7 @@ def test_whether_a_head_is_ours_is_known_without_a_look_at_manifests(tmp_path: P
     assert chain.has(manifest_hash(COMMITS[2].manifest), 2)
     assert not chain.has(manifest_hash(COMMITS[1].manifest), 2)
     assert not chain.has(manifest_hash(COMMITS[4].manifest), 4)
+    assert not chain.has(manifest_hash(COMMITS[3].manifest), -1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StateError, match="is damaged"):
         chain.has(manifest_hash(COMMITS[2].manifest), 2)
