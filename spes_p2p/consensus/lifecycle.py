@@ -93,6 +93,10 @@ class Lifecycle(Part):
         self._others.refused_dial.clear()
         self._liveness.ask(now, has_slept=True)
         current.started_at += asleep
+        if current.closed_at is not None:
+            current.closed_at += asleep
+        if current.first_closed_at is not None:
+            current.first_closed_at += asleep
         current.plan_at += asleep
         current.progress_at = current.reachable_at = now
         current.seen = dict.fromkeys(current.seen, now)

@@ -435,6 +435,24 @@ def test_a_step_of_a_slow_peer_is_waited_for() -> None:
     assert 18 <= waited <= 19
 
 
+def test_a_leader_that_slept_after_it_closed_a_round_waits_for_running_steps_as_if_it_had_not() -> None:
+    """The other machines may have been suspended with it."""
+    story, now, planned = Beginning(), 10.0, []
+    core, running = story.core, Work(tokens=16, steps=1, sequences=2, seconds=10.0, ready_in_seconds=8.0)
+    for asleep in (0.0, 3600.0):
+        now += asleep
+        for work in [running] * 10 + [READY] * 3:
+            now += 0.5
+            core.handle(on.BytesMoved(), now)
+            story.says(story.liar, now, work=work if asleep else running)
+            story.says(story.honest, now, work=READY)
+            core.handle(on.TrainingProgressed(READY), now)
+            planned.append(core.state.round.plan is not None)
+        assert core.state.round.closed_at is not None
+    assert planned == [False] * 23 + [True] * 3
+    assert not core.state.others.kept_waiting
+
+
 @pytest.mark.parametrize(("name", "counts"), [("p1", True), ("p2", True), ("stranger", False)])
 def test_bytes_that_move_at_a_stranger_keep_no_leader(name: str, counts: bool) -> None:
     story = Beginning()
