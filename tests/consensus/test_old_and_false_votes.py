@@ -17,7 +17,7 @@ from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_pol
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.manifest import Contribution, manifest_hash
 from spes_p2p.consensus.membership import Member, leader_order
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -28,6 +28,7 @@ from spes_p2p.consensus.messages import (
     DegradedProposal,
     DegradedVote,
     Intent,
+    Plan,
     Polka,
     Precommit,
     Prevote,
@@ -294,13 +295,15 @@ class Leaver:
         self.members = (Member(self.peer, 1, votes, 0, trains), *elector.tip.members)
         for _ in range(5):
             self.core.state.pace.observe_round(100.0)
+        self.roster: tuple[Contribution, ...] = ()
         self._sequence, self.now = 1, 0.0
         self._goes_on()
 
     def _goes_on(self) -> None:
         """The next round begins."""
         tip = self.core.tip
-        child = replace(tip, parent=manifest_hash(tip), round=tip.round + 1, members=tuple(sorted(self.members)))
+        members = tuple(sorted(self.members))
+        child = replace(tip, parent=manifest_hash(tip), round=tip.round + 1, members=members, roster=self.roster)
         commit = Commit(Certificate(child.parent, QUORUM, 0, manifest_hash(child), (), ()), child)
         self.core.handle(on.CommitApplied(commit), self.now)
 
@@ -345,6 +348,38 @@ def test_a_leader_closes_no_round_early_for_who_leaves_once_more() -> None:
         state.round.started_at -= 90.0
         closes = Parts(state, PartClasses()).round_plan._should_close(leaver.now + 0.5)
         assert closes == is_first
+
+
+def test_who_was_waited_for_in_vain_is_waited_for_again_once_a_round_has_counted_its_work() -> None:
+    """Where it may lie, not already where it says that it is READY."""
+    leaver = Leaver(True, True)
+    others = leaver.core.state.others
+    others.kept_waiting.add(leaver.peer)
+    leaver.ends_a_round()
+    assert others.contacts[leaver.peer].status.work.ready
+    leaver._goes_on()
+    assert others.kept_waiting == {leaver.peer}
+    leaver.roster = (Contribution(leaver.peer, 8, 1, 1),)
+    leaver._goes_on()
+    assert not others.kept_waiting
+
+
+def test_whoever_takes_the_plan_of_another_notes_whom_the_round_waited_for_in_vain() -> None:
+    """It may lead the next round, and would wait again."""
+    leaver = Leaver(True, True)
+    core, seconds = leaver.core, leaver.core.state.pace.last_step_seconds(1.0)
+    leaver._goes_on()
+    leader = core.state.round.order[0]
+    running = Work(tokens=8, steps=1, sequences=1, seconds=1.0, ready_in_seconds=80_000.0)
+    core.state.round.first_closed_at = leaver.now + 1.0
+    for later, late in ((seconds / 2, set[PeerId]()), (seconds / 2 + 4.0, {leaver.peer})):
+        for _ in range(int(later)):
+            leaver.now += 1.0
+            core.handle(on.ClockTicked(), leaver.now)
+        leaver._says(leaver.peer, running, Intent(True))
+        plan = Plan(core.state.rules.fingerprint, core.tip_hash, 0, leader, (), ())
+        Parts(core.state, PartClasses()).round_plan.take(FakeSealer(leader).seal(plan), leaver.now)
+        assert core.state.others.kept_waiting == late
 
 
 def test_what_is_known_of_the_vote_before_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
