@@ -18,7 +18,7 @@ from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import Contribution, manifest_hash
-from spes_p2p.consensus.membership import Member, leader_order
+from spes_p2p.consensus.membership import HALF, Member, leader_order
 from spes_p2p.consensus.messages import (
     DEGRADED,
     QUORUM,
@@ -288,11 +288,11 @@ def test_an_elector_that_could_not_give_its_state_for_a_while_is_waited_for() ->
 class Leaver:
     """A run of four electors that trains for a hundred seconds in a round, and a fifth member that says it leaves."""
 
-    def __init__(self, trains: bool, votes: bool) -> None:
+    def __init__(self, trains: bool, votes: bool, probation: int = 0) -> None:
         elector = Elector(4, Faults.BYZANTINE)
         self.core, self.others = elector.core, elector.order[1:]
         self.peer = PeerId("leaver")
-        self.members = (Member(self.peer, 1, votes, 0, trains), *elector.tip.members)
+        self.members = (Member(self.peer, 1, votes, 0, trains, probation), *elector.tip.members)
         for _ in range(5):
             self.core.state.pace.observe_round(100.0)
         self.roster: tuple[Contribution, ...] = ()
@@ -335,6 +335,21 @@ def test_a_round_ends_for_a_leaver_once_and_for_no_stranger_that_serves(trains: 
     assert not leaver.ends_a_round()
     leaver.members = everybody  # it has left, and came back
     assert leaver.ends_a_round() == (trains or votes)
+
+
+def test_no_round_ends_for_a_leaver_whose_work_does_not_count_as_yet() -> None:
+    """Keys cost nothing, and each of them could leave once."""
+    assert not Leaver(trains=True, votes=False, probation=HALF + 1).ends_a_round()
+
+
+def test_what_a_round_took_is_learnt_from_its_first_close() -> None:
+    """Later leaders close it again, after deadlines that are none of it."""
+    leaver = Leaver(True, True)
+    for _ in range(4):
+        current = leaver.core.state.round
+        current.first_closed_at, current.closed_at = leaver.now + 10.0, leaver.now + 90.0
+        leaver._goes_on()
+    assert leaver.core.state.pace.round_seconds == 10.0
 
 
 def test_a_leader_closes_no_round_early_for_who_leaves_once_more() -> None:
