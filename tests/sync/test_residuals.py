@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership
@@ -48,7 +49,8 @@ class Story:
         return replace(self.template.manifest, round=round, parent=parent, slices=tuple(slices), ownership=ownership)
 
     def append(self, manifest: Manifest) -> None:
-        self.chain.append(replace(self.template, manifest=manifest))
+        certificate = replace(self.template.certificate, manifest=manifest_hash(manifest))
+        self.chain.append(Commit(certificate, manifest))
 
     def child(self, *slices: Slice, ownership: Ownership | None = None) -> Manifest:
         """The next manifest; it is not on the chain yet."""
