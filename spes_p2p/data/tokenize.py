@@ -97,7 +97,10 @@ def tokenize(
     """
     _check(options)
     urls = checked_urls(options.urls)
-    units = Unit.of_all([path for path in find_inputs(patterns) if not is_output(path)])
+    paths = [path for path in find_inputs(patterns) if not is_output(path)]
+    if not paths:
+        raise DataError(f"{' '.join(patterns)} holds no text, but what tokenize made", fix="name the files of the text")
+    units = Unit.of_all(paths)
     _refuse_overwriting(units, output_dir / MANIFEST)
     tokenizer = load_tokenizer(options.tokenizer, options.eos_token)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"

@@ -222,6 +222,13 @@ def test_the_output_may_lie_among_the_input(inside: str, tmp_path: Path) -> None
     assert documents(output) == TEXTS
 
 
+def test_what_an_earlier_call_made_is_no_text(corpus: Path, tmp_path: Path) -> None:
+    tokenize([str(corpus)], tmp_path / "shards", ALONE)
+    with pytest.raises(DataError, match="shards holds no text, but what tokenize made"):
+        tokenize([str(tmp_path / "shards")], tmp_path / "more", ALONE)
+    assert not (tmp_path / "more").exists()
+
+
 def test_text_that_is_called_as_the_manifest_is_not_overwritten(tmp_path: Path) -> None:
     text = tmp_path / "manifest.json"
     text.write_bytes(lines(*TEXTS))
