@@ -181,7 +181,7 @@ def draw(arms: Sequence[Arm]) -> None:
     figure.savefig(PLOT, metadata={"Date": None})
 
 
-OWNERS = {1: "one owner a column", 2: "two owners", 4: "all columns at all peers (DiLoCo)"}
+OWNERS = {1: "one owner a column", 2: "two owners", 3: "three owners", 4: "all columns at all peers (DiLoCo)"}
 
 
 def _adamw(arm: Arm) -> bool:

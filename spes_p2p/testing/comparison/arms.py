@@ -37,6 +37,7 @@ ARMS = {
     "merge-released": "merge sync.merge_kind=released",
     "shrink": "merge sync.merge_kind=shrink",
     "two-owners": "each={twice} swarm.target_replicas=2",
+    "three-owners": "each={thrice} swarm.target_replicas=3",
     "rising": "sync.steps_per_round=[[{twice_H},{quarter_H}],[0,{H}]]",
     "two-periods": "sync.steps_per_round={often} sync.expert_rounds={periods}",
     "two-periods-long": "sync.steps_per_round={often} sync.expert_rounds={long_periods}",
@@ -149,8 +150,8 @@ def terms(config: Config, peers: int, steps_per_round: int) -> dict[str, int | f
     often = max(1, H // PERIODS)
     periods = max(1, H // often)
     return {
-        "experts": experts, "each": each, "half": max(1, each // 2), "twice": min(experts, 2 * each),
-        "peers": peers, "twice_peers": 2 * peers,
+        "experts": experts, "peers": peers, "twice_peers": 2 * peers,
+        "each": each, "half": max(1, each // 2), "twice": min(experts, 2 * each), "thrice": min(experts, 3 * each),
         "batch": batch, "half_batch": half_batch, "whole_batch": batch * peers,
         "micro": micro, "half_micro": math.gcd(micro, half_batch),
         "H": H, "twice_H": 2 * H, "quarter_H": max(1, H // 4),
