@@ -142,7 +142,7 @@ def write_whole(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None
 
 def check_is_new(path: Path) -> None:
     """Raises ConfigError where a file that somebody names for us to write is there already."""
-    if path.exists():
+    if os.path.exists(path):  # Path.exists raises where we may not look, or the name is too long: `write_new` says so
         raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError, StorageFull
-from spes_p2p.files import make_folder, whole_file, whole_folder, write_whole
+from spes_p2p.files import check_is_new, make_folder, whole_file, whole_folder, write_new, write_whole
 from tests.state.small import all_files, file_size_limit
 
 
@@ -43,6 +43,13 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
         first.write(b"1")
         second.write(b"2")
     assert all_files(tmp_path) == {"trees": b"1"}
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / f"{'x' * 300}.yaml"
+    check_is_new(path)
+    with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+        write_new(path, b"run: mine")
 
 
 def test_a_secret_is_nobody_elses_to_read(tmp_path: Path) -> None:
