@@ -90,6 +90,8 @@ def line_of(check: Check, colours: bool = False) -> str:
 
 def verdict(checks: list[Check], invitation: str | None = None, output: Path = PEER) -> str:
     """The doctor's closing line: whether this machine can train, and which checks failed."""
+    from spes_p2p.peer.herald import OWN_DATA
+
     failed = [check.name for check in checks if check.level == "failure"]
     warned = sum(check.level == "warning" for check in checks)
     if failed:
@@ -97,5 +99,7 @@ def verdict(checks: list[Check], invitation: str | None = None, output: Path = P
     hints = f", with {amount_text(warned, 'warning')}" if warned else ""
     if any(check.name == "fit" for check in checks):
         command = in_folder(f"spes-p2p join {invitation or 'spes1...'}", output, PEER_FOLDER, "--output")
+        if any(check.text == OWN_DATA for check in checks):
+            command += " --data DIR"
         return f"\nthis machine can train in the run{hints}: {to_type(command)}"
     return f"\nnothing was found that keeps this machine from training{hints}"

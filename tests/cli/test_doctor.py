@@ -10,6 +10,7 @@ import pytest
 from spes_p2p.cli.doctor import verdict
 from spes_p2p.peer import doctor
 from spes_p2p.peer.checks import Check, Disk
+from spes_p2p.peer.herald import OWN_DATA
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from tests.cli.conftest import LOOPBACK, Answer, Organiser, serve, spes_p2p
 from tests.cli.test_errors import NOBODY, refused
@@ -91,3 +92,5 @@ def test_what_it_prints_can_be_typed_as_it_stands() -> None:
     fits = [Check("fit", "ok", "4 columns fit")]
     assert verdict(fits, "spes1abc").endswith(": spes-p2p join spes1abc")
     assert verdict(fits, "spes1abc", Path("anna")).endswith(": spes-p2p join spes1abc --output anna")
+    own = [*fits, Check("data", "ok", OWN_DATA)]
+    assert verdict(own, "spes1abc").endswith(": spes-p2p join spes1abc --data DIR")
