@@ -152,13 +152,24 @@ class Recording:
 
 def load_recording(path: Path) -> Recording:
     """Raises StateError where the file is none; a torn tail is left out."""
-    first, *others = [unpack_plain(data) for data in _whole_frames(path.read_bytes())] or [None]
-    if not isinstance(first, list) or not str(first[0]).startswith(_BEGINS):
+    packed = [*_whole_frames(path.read_bytes())]
+    mark = _mark_in(packed[0]) if packed else ""
+    if not mark.startswith(_BEGINS):
         raise StateError(f"{path} is not a recording", fix=f"give the {NEWEST} of a peer's folder")
-    if first[0] != _BEGIN:
+    if mark != _BEGIN:
         raise StateError(f"{path} was recorded by another version of spes-p2p", fix="replay it with that version")
+    first, *others = map(unpack_plain, packed)
     frames = [Frame(unpack(_EVENTS[name], data), now, decided) for name, data, now, decided in others]
     return Recording(unpack(RunInfo, first[1]), first[2], first[3], frames)
+
+
+def _mark_in(frame: bytes) -> str:
+    """The mark in a first frame, whose other values may be of classes that this version lacks."""
+    try:
+        found = msgpack.unpackb(frame, raw=False)
+    except ValueError:
+        return ""
+    return str(found[1]) if isinstance(found, list) and len(found) > 1 else ""
 
 
 def _whole_frames(data: bytes) -> Iterator[bytes]:

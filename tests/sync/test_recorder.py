@@ -185,16 +185,21 @@ def test_a_recording_of_a_version_with_other_fields_is_refused(folder: Path, tmp
         load_recording(older)
     older.write_bytes(with_mark(data, _BEGIN))
     assert load_recording(older).me == "b"
+    older.write_bytes(with_mark(data, "begin 4", RoundState="OlderState"))  # a class that there is no more
+    with pytest.raises(StateError, match="another version"):
+        load_recording(older)
 
     kinds = (State, Others, RoundState)
     fewer = make_dataclass("Others", [(field.name, field.type) for field in fields(Others)[:-1]])
     assert _mark_of(kinds) == _mark_of(kinds[::-1]) != _mark_of((State, fewer, RoundState))
 
 
-def with_mark(data: bytes, mark: str) -> bytes:
-    """A recording with another mark in its first frame."""
+def with_mark(data: bytes, mark: str, **renamed: str) -> bytes:
+    """A recording with another mark, and other names of classes, in its first frame."""
     end = 8 + int.from_bytes(data[:4], "big")
     first = msgpack.packb(["l", mark, *msgpack.unpackb(data[8:end])[2:]])
+    for name, other in renamed.items():
+        first = first.replace(name.encode(), other.encode())
     return len(first).to_bytes(4, "big") + zlib.crc32(first).to_bytes(4, "big") + first + data[end:]
 
 
