@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -227,6 +228,20 @@ def test_what_an_earlier_call_made_is_no_text(corpus: Path, tmp_path: Path) -> N
     with pytest.raises(DataError, match="shards holds no text, but what tokenize made"):
         tokenize([str(tmp_path / "shards")], tmp_path / "more", ALONE)
     assert not (tmp_path / "more").exists()
+
+
+def test_data_that_was_copied_to_the_output_is_not_overwritten(tmp_path: Path) -> None:
+    text, made, copied = tmp_path / "a.jsonl", tmp_path / "made", tmp_path / "copied"
+    text.write_bytes(lines(*TEXTS))
+    tokenize([str(text)], made, ALONE)
+    copied.mkdir()
+    for path in made.iterdir():
+        if path.is_file():
+            shutil.copy(path, copied)
+    text.write_bytes(lines(*TEXTS[::-1]))
+    with pytest.raises(DataError, match="was not written here by tokenize, and would be overwritten"):
+        tokenize([str(text)], copied, ALONE)
+    assert documents(copied) == TEXTS
 
 
 def test_text_that_is_called_as_the_manifest_is_not_overwritten(tmp_path: Path) -> None:
