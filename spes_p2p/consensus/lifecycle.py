@@ -93,7 +93,7 @@ class Lifecycle(Part):
         self._others.refused_dial.clear()
         self._liveness.ask(now, has_slept=True)
         current.started_at += asleep
-        if current.closed_at is not None:
+        if current.closed_at is not None and current.closing >= 0:  # another leader has waited for running steps
             current.closed_at += asleep
         if current.first_closed_at is not None:
             current.first_closed_at += asleep

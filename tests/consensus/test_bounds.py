@@ -15,7 +15,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus import gossip, membership
 from spes_p2p.consensus.actions import Notice, Send
 from spes_p2p.consensus.content import Envelope
-from spes_p2p.consensus.electorate import MAX_BALLOT
+from spes_p2p.consensus.electorate import MAX_BALLOT, Faults
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import (
@@ -374,8 +374,9 @@ def test_a_status_of_impossible_size_is_not_kept(core: Consensus, change: dict[s
 class Beginning:
     """The leader of a round that has just begun, and what the other two, an honest peer and a liar, tell it."""
 
-    def __init__(self) -> None:
-        self.rules, names = run_rules(columns=0), [PeerId(name) for name in ("p0", "p1", "p2")]
+    def __init__(self, faults: Faults = Faults.CRASH) -> None:
+        self.rules = replace(run_rules(columns=0), faults=faults)
+        names = [PeerId(name) for name in ("p0", "p1", "p2")]
         state = initial_state(self.rules)
         members = [Member(name, 1, True, 0) for name in names]
         tip = genesis_manifest(self.rules, root_of(state), members, {name: OwnershipRequest(0) for name in names})
@@ -433,6 +434,23 @@ def test_a_running_step_that_is_said_to_take_a_day_delays_a_round_for_a_while_an
 def test_a_step_of_a_slow_peer_is_waited_for() -> None:
     waited, _ = seconds_until_planned(Work(tokens=16, steps=1, sequences=2, seconds=10.0, ready_in_seconds=8.0))
     assert 18 <= waited <= 19
+
+
+def test_who_slept_between_the_close_and_the_plan_of_another_does_not_take_it_for_an_early_one() -> None:
+    """The leader has waited for who still trains: that he is READY after the plan is no reason to refuse it."""
+    story, now = Beginning(Faults.BYZANTINE), 10.0
+    core, running = story.core, Work(tokens=16, steps=1, sequences=2, seconds=10.0, ready_in_seconds=8.0)
+    current = core.state.round
+    for pause in (1.0, 1.0, 1.0, 3600.0):
+        now += pause
+        core.handle(on.ClockTicked(), now)
+        story.says(story.liar, now, work=running)
+        story.says(story.honest, now, work=READY)
+        if pause == 1.0:
+            current.closed_at = current.first_closed_at = now  # as another leader said
+    Parts(core.state, PartClasses()).fairness.expect(now, now)
+    assert story.honest in current.owed
+    assert story.liar not in current.owed
 
 
 def test_a_leader_that_slept_after_it_closed_a_round_waits_for_running_steps_as_if_it_had_not() -> None:
