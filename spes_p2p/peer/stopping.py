@@ -66,8 +66,9 @@ def leaving_on_signals(
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    asked = threading.Event()
-    threading.Thread(target=_watch, args=(read, asked, leave, say, lost), name="signals", daemon=True).start()
+    asked, has_left = threading.Event(), threading.Event()
+    watching = (read, asked, has_left, leave, say, lost)
+    threading.Thread(target=_watch, args=watching, name="signals", daemon=True).start()
     outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # so says nohup
     heeded = _URGENT if outlives_terminal else (*_URGENT, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
@@ -75,6 +76,7 @@ def leaving_on_signals(
     try:
         yield
     finally:
+        has_left.set()
         if not asked.is_set():
             signal.set_wakeup_fd(fd_before)
             for number, handler in before.items():
@@ -83,7 +85,12 @@ def leaving_on_signals(
 
 
 def _watch(
-    read: int, asked: threading.Event, leave: Callable[[], object], say: Callable[[str], None], lost: str
+    read: int,
+    asked: threading.Event,
+    has_left: threading.Event,
+    leave: Callable[[], object],
+    say: Callable[[str], None],
+    lost: str,
 ) -> None:
     if not _heard(read, (*_URGENT, signal.SIGHUP), None):
         os.close(read)
@@ -93,7 +100,8 @@ def _watch(
     _try_to_say(say, "leaving (press Ctrl-C again to exit at once)")
     if _heard(read, _URGENT, EXIT_SECONDS):  # who closes a terminal sends SIGHUP twice: the shell does, too
         _end(INTERRUPTED)
-    _try_to_say(say, f"ended after {EXIT_SECONDS:g} s, without having left by itself: {lost}")
+    if not has_left.is_set():  # else a slow reader of its last words is left alone, say
+        _try_to_say(say, f"ended after {EXIT_SECONDS:g} s, without having left by itself: {lost}")
     _end(0)
 
 

@@ -32,6 +32,8 @@ with stopping.leaving_on_signals(asked.set, say):
         say("left")
     elif sys.argv[2] == "hangs":
         threading.Event().wait()
+if sys.argv[2] == "ends slowly":
+    threading.Event().wait()
 """
 
 
@@ -109,6 +111,13 @@ def test_a_job_in_the_background_of_a_script_heeds_ctrl_c_too() -> None:
         signal.signal(signal.SIGINT, before)
     process.send_signal(signal.SIGINT)
     assert "left" in rest(process)
+    assert process.wait() == 0
+
+
+def test_who_has_left_is_not_said_to_have_lost_anything_where_the_process_ends_slowly() -> None:
+    process = start(2.0, "ends slowly")
+    process.send_signal(signal.SIGTERM)
+    assert rest(process) == ["leaving (press Ctrl-C again to exit at once)"]
     assert process.wait() == 0
 
 
