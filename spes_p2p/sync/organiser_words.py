@@ -206,6 +206,8 @@ class OrganiserWatch:
             told(self.known)
 
     async def start(self) -> None:
+        """Returns when it has looked once: a peer knows of a run's end before its first step."""
+        await self._read()
         self._tasks.spawn(self._for_ever())
 
     async def stop(self) -> None:
@@ -213,11 +215,14 @@ class OrganiserWatch:
 
     async def look(self) -> None:
         """Once; what the network refuses is tried again with the next look."""
-        with contextlib.suppress(NetworkError):
-            self.take(together((await read_words(self._directory, self._info, self._check)).values()))
+        await self._read()
         if self.known != Words():
             with contextlib.suppress(NetworkError):
                 await self._directory.publish(words_key(self._info.run_id), pack(self.known), TTL_SECONDS)
+
+    async def _read(self) -> None:
+        with contextlib.suppress(NetworkError):
+            self.take(together((await read_words(self._directory, self._info, self._check)).values()))
 
     def take(self, found: Words) -> None:
         """Heard of these, which were checked; they are repeated with the next look."""

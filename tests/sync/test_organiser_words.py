@@ -160,6 +160,19 @@ def test_they_go_from_one_to_the_other_and_outlive_who_said_them_first(tmp_path:
     run_virtual(main())
 
 
+def test_who_begins_knows_what_was_said_before_its_first_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        network, told = MemoryNetwork(), list[Words]()
+        await network.peer("organiser").directory.publish(words_key(RUN.info.run_id), pack(GOOD), TTL_SECONDS)
+        directory = network.peer(A).directory
+        watch = OrganiserWatch(RUN.info, directory, check, told.append, lambda error: None, tmp_path / WORDS_FILE)
+        await watch.start()
+        assert told == [GOOD]
+        await watch.stop()
+
+    run_virtual(main())
+
+
 def test_the_longest_words_have_room_in_the_directory() -> None:
     sealer = KeySealer(RsaSigner(rsa.generate_private_key(65537, 2048)))
     names = [PeerId(f"Qm{number:044}") for number in range(MAX_VOUCHED + MAX_BANNED)]
