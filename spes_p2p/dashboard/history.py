@@ -65,6 +65,8 @@ class History:
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=NORMAL")
             self._base.executescript(_SCHEMA)
+            # writes nothing, but a file that may only be read is refused: its page would show what was, for ever
+            self._base.execute("UPDATE meta SET value = value WHERE FALSE")
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"{path} cannot be used as the dashboard's history: {error}", fix="choose another file with --database"
@@ -104,7 +106,8 @@ class History:
             try:
                 self._base.execute(query, arguments)
             except sqlite3.OperationalError as error:
-                raise StorageFull(f"{self.path}: {error}", fix="free some space on that disk") from error
+                fix = "free some space on that disk, or end what else writes to this file"
+                raise StorageFull(f"{self.path}: {error}", fix=fix) from error
 
     # ---- single values ----
 

@@ -69,6 +69,28 @@ def test_a_disk_that_takes_nothing_is_no_bug_and_what_is_there_stays() -> None:
     assert page_state(history, NOW)["rounds"]["round"] == [0, 1, 2]
 
 
+def test_a_file_that_may_only_be_read_is_refused(tmp_path: Path) -> None:
+    """The page would show what was, for ever."""
+    path = tmp_path / "dashboard.sqlite"
+    History(path).close()
+    data = bytearray(path.read_bytes())
+    data[18] = 3  # a format that this SQLite reads and does not write
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot be used as the dashboard's history: attempt to write a readonly"):
+        History(path)
+
+
+def test_what_is_known_already_is_not_written_again(tmp_path: Path) -> None:
+    """A full disk keeps nobody from looking at a history."""
+    path = tmp_path / "dashboard.sqlite"
+    with closing(History(path)) as history:
+        history.claim("made", "d53c" * 16)
+    with closing(History(path)) as history:
+        assert history._base.total_changes == 0
+        history.claim("made", "d53c" * 16)
+        assert history._base.total_changes == 0
+
+
 def test_what_failed_halfway_was_never_written() -> None:
     history = History()
 
