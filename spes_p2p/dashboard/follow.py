@@ -23,6 +23,7 @@ from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError, Stor
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import span_text
 from spes_p2p.ownership.assign import orphans
+from spes_p2p.swarm.vitals import LEAVING, LEFT
 from spes_p2p.sync.report import PeerLine, RunReport
 
 LOOK_SECONDS = 2.0
@@ -226,7 +227,8 @@ class Follower:
         if was.get("version") not in (None, "", line.version) and line.version:
             self._history.add_event(now, "version", line.peer, f"{name} now runs version {line.version}")
         paused = (was.get("phase") == "paused", line.vitals.phase == "paused")
-        if before is not None and paused[0] != paused[1]:
+        goes = line.vitals.phase in (LEAVING, LEFT)
+        if before is not None and paused[0] != paused[1] and not goes:
             self._history.add_event(
                 now, "pause", line.peer, f"{name} {'is paused' if paused[1] else 'resumes training'}"
             )

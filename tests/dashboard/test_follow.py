@@ -17,7 +17,7 @@ from spes_p2p.dashboard.source import NOTHING, Look, Source
 from spes_p2p.dashboard.web import page_state
 from spes_p2p.errors import ClockSkewed, ConfigError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.vitals import PeerWarning, Vitals
+from spes_p2p.swarm.vitals import LEAVING, LEFT, PeerWarning, Vitals
 from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
@@ -43,6 +43,16 @@ def test_who_comes_and_goes_is_an_event() -> None:
         "Nanna1 is no longer a member from round 1 on",
         "expert columns without an owner: 0",
     ]
+
+
+def test_who_leaves_during_a_pause_does_not_resume() -> None:
+    history, source = History(), MadeSource()
+    follower = Follower(history)
+    for at, phase in enumerate(("train", "paused", LEAVING, LEFT)):
+        look = source.look_at(0, NOW + at, follower.known())
+        line = replace(look.report.peers[1], vitals=Vitals(phase=phase))
+        follower.apply(replace(look, report=replace(look.report, peers=(line,))), NOW + at)
+    assert messages(history) == ["Nanna1 is paused"]
 
 
 def test_another_history_takes_the_place_of_ours() -> None:
