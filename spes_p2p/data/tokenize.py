@@ -242,7 +242,8 @@ def _check(options: TokenizeOptions) -> None:
 def _refuse_overwriting(units: list[Unit], manifest: Path) -> None:
     if any(isinstance(unit.path, Path) and unit.path.resolve() == manifest.resolve() for unit in units):
         raise DataError(f"{manifest} is part of the text, and would be overwritten", fix="give another --output")
-    if manifest.exists() and not is_output(manifest):
+    # Path.exists raises where we may not look, or the name is too long: who makes the folder says so
+    if os.path.exists(manifest) and not is_output(manifest):
         raise DataError(
             f"{manifest} was not written here by tokenize, and would be overwritten",
             fix="give another --output, or remove the file",

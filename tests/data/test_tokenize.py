@@ -244,6 +244,11 @@ def test_data_that_was_copied_to_the_output_is_not_overwritten(tmp_path: Path) -
     assert documents(copied) == TEXTS
 
 
+def test_an_output_that_cannot_be_made_is_an_error_with_a_name(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of --output cannot be created: File name too long"):
+        tokenize([str(corpus)], tmp_path / ("a" * 300), ALONE)
+
+
 def test_text_that_is_called_as_the_manifest_is_not_overwritten(tmp_path: Path) -> None:
     text = tmp_path / "manifest.json"
     text.write_bytes(lines(*TEXTS))
