@@ -132,6 +132,18 @@ def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
     assert [(wish.max_columns, wish.claims) for wish in told] == [(0, ()), (2, (1,))]
 
 
+def test_who_has_given_its_columns_up_does_not_take_them_back_when_another_pauses() -> None:
+    told: list[Intent] = []
+    heirs = [ANNA, CARL]
+    wishes = Wishes(told.append, BEA, lambda: heirs)
+    wishes.want(Intent(joining=True, max_columns=2), may_shrink=True)
+    wishes.begin()
+    wishes.pause(True)
+    heirs.remove(ANNA)
+    wishes.pause(True)
+    assert [wish.max_columns for wish in told] == [2, 0]
+
+
 def looks(paused: dict[PeerId, bool], most: dict[PeerId, int], late: int = 1) -> list[dict[PeerId, int]]:
     """What each asks for after each of nine looks; all look at once, and hear what others asked for `late` looks ago.
 
