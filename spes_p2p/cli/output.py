@@ -24,7 +24,8 @@ class BackgroundOutput:
     long as lines are taken, the end of the process by a second signal a moment."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stdout if stream is None else stream
+        # `>&-`: nobody reads
+        self._stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for good)
         self._waiting: queue.Queue[str] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
         """What the newest line failed with."""

@@ -101,6 +101,15 @@ def test_what_cannot_be_written_is_said_to_who_writes_next() -> None:
     os.close(write)
 
 
+def test_without_standard_output_lines_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with BackgroundOutput() as output:
+        for number in range(3):
+            output.say(f"line {number}")
+            output.drain()
+        assert not output._waiting.unfinished_tasks
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_peer_goes_on_while_its_terminal_stands_still(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stopped()
