@@ -16,7 +16,7 @@ from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.locks import Scratch
 from spes_p2p.train import watchdog
 from spes_p2p.train.ddp import broadcast_object
-from spes_p2p.train.worker import LocalRanks
+from spes_p2p.train.worker import LocalRanks, _leave_signals_to_rank_0
 from tests.train.small import CPU, batch_of, small_config, trainer_of
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +122,14 @@ def test_a_clean_stop_ends_all_ranks() -> None:
         with pytest.raises(LocalProtocolError, match="after a failure or close"):
             trainer.train_step(batch_of(0))
     assert not rank_1.is_running()
+
+
+def test_a_signal_to_all_ranks_is_heeded_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, a service manager, a terminal that is closed: the others go on until rank 0 has left."""
+    handlers = dict[signal.Signals, object]()
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    _leave_signals_to_rank_0()
+    assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_IGN)
 
 
 def test_a_rank_that_fails_says_why() -> None:
