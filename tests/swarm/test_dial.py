@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.swarm.hivemind_backend.connections import Connections
+from spes_p2p.swarm.hivemind_backend.daemon import Daemon
 from spes_p2p.swarm.hivemind_backend.dial import MOST_PEERS, AddressBook, Dialled, dial_all, parse_address
+from spes_p2p.swarm.hivemind_backend.thread import NetworkLoop
 
 PEER = PeerId("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64")
 OTHER = "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd"
@@ -95,6 +99,25 @@ def test_peers_that_are_heard_of_no_more_are_forgotten() -> None:
     assert not book.evidence(many[1])
     assert book.texts(lambda peer: peer == PEER)[:2] == [f"{LOCAL}/p2p/{PEER}", f"{HOME}/p2p/{many[0]}"]
     assert len(book.texts(lambda peer: False)) == MOST_PEERS
+
+
+def test_of_whom_was_heard_once_the_newest_are_taken_for_connected() -> None:
+    background: Any = SimpleNamespace(spawn=lambda work: work.close())
+    connections = Connections(cast(Daemon, None), background)
+    for number in range(MOST_PEERS + 1):
+        connections.heard(PeerId(f"p{number}"))
+    assert connections._connected == {PeerId(f"p{MOST_PEERS}")}
+
+
+def test_threads_that_look_names_up_end_with_their_loop() -> None:
+    loop = NetworkLoop()
+    loop.run_until_complete(loop.getaddrinfo("127.0.0.1", 1))
+    threads = list(loop._lookups._threads)
+    loop.close()
+    for thread in threads:
+        thread.join(30)
+    assert threads
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_names_that_nobody_resolves_keep_no_thread_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
