@@ -145,11 +145,8 @@ class Gossip(Part):
         """Whom the next manifest may name, by the same rule (see `next_members`)."""
         head, now, admission = self._state.tip_hash, self._state.last_event, self._state.admission()
         members = {member.peer for member in self._state.tip.members}
-        here = (
-            peer
-            for peer, contact in self._others.contacts.items()
-            if peer not in members and contact.status.head == head and contact.status.intent.joining
-        )
+        strange = (contact.status for peer, contact in self._others.contacts.items() if peer not in members)
+        here = (s.peer for s in strange if s.head == head and s.intent.joining and not s.intent.leaving)
         living = [peer for peer in here if self._contacts.alive(peer, now) and not admission.is_banned(peer)]
         vouched = [peer for peer in living if admission.by_vouch and admission.may_vote(peer)]
         strangers = sorted((peer for peer in living if peer not in vouched), key=lambda peer: rank(head, peer))

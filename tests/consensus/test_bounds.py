@@ -312,7 +312,7 @@ def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have(monkeypat
         assert ranking.call_count == beat * MAX_NEWCOMERS, "the loop would be busy for all of them times all of them"
 
 
-def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_banned() -> None:
+def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_banned_or_leaves() -> None:
     """As the next manifest names them, however many they are, and strangers beside them."""
     core = walk_until(lambda core: core.state.round.reports)
     plan, now, state = core.state.round.plan, core.state.last_event, core.state
@@ -320,20 +320,22 @@ def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_
     state.identity = replace(state.identity, rules=replace(state.rules, by_vouch=True))
     vouched = tuple(sorted(PeerId(f"friend {number}") for number in range(3 * LEAST_NEW)))
     strangers = sorted(
-        (PeerId(f"stranger {number}") for number in range(4 * LEAST_NEW)), key=lambda peer: rank(core.tip_hash, peer)
+        (PeerId(f"stranger {number}") for number in range(5 * LEAST_NEW)), key=lambda peer: rank(core.tip_hash, peer)
     )
     banned, elsewhere = tuple(sorted(strangers[:LEAST_NEW])), strangers[LEAST_NEW : 2 * LEAST_NEW]
+    leaving = strangers[2 * LEAST_NEW : 3 * LEAST_NEW]
     state.others.roll = FakeSealer(state.rules.organiser).seal(Roll(state.rules.fingerprint, 1, vouched, banned))
     known = replace(core.status(), incarnation=1, sequence=1, life=1, plan=plan_hash(plan.value), reports=b"")
     for peer in (*strangers, *vouched):
         head = sha256(b"another history") if peer in elsewhere else known.head
-        said = FakeSealer(peer).seal(replace(known, peer=peer, head=head, intent=Intent(joining=True)))
+        intent = Intent(joining=True, leaving=peer in leaving)
+        said = FakeSealer(peer).seal(replace(known, peer=peer, head=head, intent=intent))
         core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
     acts = core.handle(on.ClockTicked(), now + state.pace.heartbeat_seconds)
     told = {act.to for act in acts if isinstance(act, Send) and act.envelope.reports}
     assert told - {member.peer for member in core.tip.members} == {
         *vouched,
-        *strangers[2 * LEAST_NEW : 3 * LEAST_NEW],
+        *strangers[3 * LEAST_NEW : 4 * LEAST_NEW],
     }
 
 
