@@ -63,7 +63,10 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int: ...
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, no special token added. Raises ValueError where a text is no valid Unicode."""
+        """The ids of each text. Special tokens are neither added nor found in it: what looks like one is text, too.
+
+        Raises ValueError where a text is no valid Unicode.
+        """
 
 
 class ByteTokenizer:
@@ -86,17 +89,26 @@ class HuggingFaceTokenizer:
         rust.no_padding()
         vocabulary = rust.get_vocab(with_added_tokens=True)
         self.name = name
-        self.fingerprint = _fingerprint(rust)
+        content = json.loads(rust.to_str())
+        self.fingerprint = _fingerprint(content)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = _eos_id(name, vocabulary, eos_token)
         self.rust = rust
+        self._spelt = _spelt(rust, content["model"])
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
+        self.rust.encode_special_tokens = True  # as text; pickling forgets it
         try:
             encodings = self.rust.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:  # how the library refuses a lone surrogate
             raise ValueError("the text is not valid Unicode") from error
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return [np.array(self._as_text(encoding.ids), dtype=np.uint32) for encoding in encodings]
+
+    def _as_text(self, ids: list[int]) -> list[int]:
+        """A model that has a special token in its own vocabulary, as Unigram has, finds it in text by itself."""
+        if self._spelt.keys().isdisjoint(ids):
+            return ids
+        return [part for token in ids for part in self._spelt.get(token, (token,))]
 
 
 def load_tokenizer(name: str, eos_token: str | int | None = None, through_transformers: bool = False) -> Tokenizer:
@@ -208,6 +220,16 @@ def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | int | None) 
     )
 
 
-def _fingerprint(rust: RustTokenizer) -> str:
-    canonical = json.dumps(json.loads(rust.to_str()), sort_keys=True, ensure_ascii=True)
+def _fingerprint(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _spelt(rust: RustTokenizer, model: dict[str, Any]) -> dict[int, list[int]]:
+    """Special tokens in the model's own vocabulary, spelt in tokens of one character each. Unknown text stays so."""
+    own = rust.get_vocab(with_added_tokens=False)
+    unknown = own.get(model.get("unk_token") or "", model.get("unk_id"))
+    special = {at: token.content for at, token in rust.get_added_tokens_decoder().items() if token.special}
+    spelt = {at: [own.get(letter, unknown) for letter in text] for at, text in special.items() if text in own}
+    spelt.pop(unknown, None)
+    return {at: [part for part in parts if part is not None] for at, parts in spelt.items()}

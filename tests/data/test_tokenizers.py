@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers, trainers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
@@ -141,3 +142,42 @@ def test_a_file_is_known_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     word_tokenizer(Path("tok.json"), "</s>")
     assert load_tokenizer("tok.json").name == str(tmp_path / "tok.json")
+
+
+def _trained(kind: str, path: Path) -> Path:
+    """A tokenizer.json of one kind of model, with `<|endoftext|>` in the model's own vocabulary, as trainers put it."""
+    end, texts = "<|endoftext|>", ["a long way to go", "what is of text is text < | >", "end of"] * 20
+    if kind == "bpe":
+        rust = RustTokenizer(models.BPE())
+        rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
+    elif kind == "wordpiece":
+        rust = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
+        rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(special_tokens=["[UNK]", end], show_progress=False)
+    elif kind == "unigram":
+        rust = RustTokenizer(models.Unigram())
+        rust.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(unk_token="<unk>", special_tokens=["<unk>", end], show_progress=False)
+    else:
+        rust = RustTokenizer(WordLevel(unk_token="<unk>"))
+        rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", end], show_progress=False)
+    rust.train_from_iterator(texts, trainer)
+    rust.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram", "wordlevel"])
+def test_what_looks_like_a_special_token_is_text(kind: str, tmp_path: Path) -> None:
+    """A page about tokenizers does not end where it names one; texts without such words are cut as ever."""
+    path = _trained(kind, tmp_path / "tokenizer.json")
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(path))))  # noqa: S301  # as worker processes get it
+    rust, text = RustTokenizer.from_file(str(path)), "of <|endoftext|> is text, and so is a<|endoftext|>b"
+    assert rust.encode(text).ids.count(tokenizer.eos_id) > 0
+    named, plain, unknown = tokenizer.encode([text, "a long way, of text", "\u4e00"])
+    assert tokenizer.eos_id not in named
+    assert len(named) > 10 or kind == "wordlevel"
+    assert plain.tolist() == rust.encode("a long way, of text").ids
+    assert unknown.tolist() == rust.encode("\u4e00").ids
