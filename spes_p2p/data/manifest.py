@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 
+from spes_p2p.bounds import Bounded, between
 from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
 from spes_p2p.files import write_whole
@@ -40,15 +41,15 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The content of `manifest.json`, in the order of its keys."""
+class Manifest(Bounded):
+    """The content of `manifest.json`, in the order of its keys. Raises ValueError or TypeError for impossible ids."""
 
     format_version: int
     dtype: str
     tokenizer: str
     tokenizer_fingerprint: str
-    vocab_size: int
-    eos_id: int
+    vocab_size: Annotated[int, between(1, 2**32)]
+    eos_id: Annotated[int, between(0, 2**32 - 1)]
     documents: int
     tokens: int
     bad_lines: int

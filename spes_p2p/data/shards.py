@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spes_p2p.bounds import Bounded, between, matching
 from spes_p2p.errors import ConfigError
 from spes_p2p.files import storing, whole_file
 
@@ -25,13 +26,14 @@ HEADER_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One finished file of a dataset."""
+class Shard(Bounded):
+    """One finished file of a dataset. Raises ValueError or TypeError for what no such file has."""
 
     file: str
-    tokens: int
-    sha256: str
-    """Over the little-endian token bytes, without the header."""
+    tokens: Annotated[int, between(0, 2**48 - 1)]
+    sha256: Annotated[str, matching("[0-9a-f]{64}")]
+    """Over the little-endian token bytes, without the header. None is left out: by it whoever serves the dataset knows
+    that a file, or what a link leads to, is of the dataset and nothing else of this machine."""
 
 
 def npy_header(dtype: str, tokens: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import DataError
 from tests.data.piece_makers import is_unaltered
 
@@ -64,9 +66,30 @@ def test_a_manifest_names_no_file_outside_of_its_folder(folder: Path, name: str 
     path = folder / "manifest.json"
     plain = json.loads(path.read_text())
     file = name.format(parent=folder.parent) if isinstance(name, str) else name
-    plain["shards"] = [{"file": file, "tokens": 3, "sha256": None}]
+    plain["shards"] = [{"file": file, "tokens": 3, "sha256": hashlib.sha256(b"a key!").hexdigest()}]
     path.write_text(json.dumps(plain))
     with pytest.raises(DataError, match="which is not in its folder"):
+        Dataset.open(folder)
+
+
+@pytest.mark.parametrize("said", [None, "", 5, "00" * 32])
+def test_a_link_in_a_dataset_hands_out_no_file_of_this_machine(folder: Path, said: object) -> None:
+    """Links are allowed (the hub's cache is made of them), but only to what the manifest's maker knew already."""
+    (folder.parent / "secret").write_bytes(b"a key!")
+    (folder / "key.npy").symlink_to(folder.parent / "secret")
+    path = folder / "manifest.json"
+    plain = json.loads(path.read_text())
+    plain["shards"].append({"file": "key.npy", "tokens": 3, "sha256": said})
+    path.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match=r"manifest.json is damaged|key.npy was altered"):
+        FolderPieces.open(Dataset.open(folder), folder.parent / "own", lambda text: None)
+
+
+@pytest.mark.parametrize("wrong", [{"vocab_size": "257"}, {"vocab_size": 0}, {"eos_id": None}, {"eos_id": -1}])
+def test_a_manifest_with_impossible_ids_is_damaged(folder: Path, wrong: dict[str, object]) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    with pytest.raises(DataError, match="is damaged: it is not what spes-p2p tokenize writes"):
         Dataset.open(folder)
 
 
