@@ -216,6 +216,11 @@ class DataConfig(Section):
         "",
         max_length=64,
     )
+    eos_id: Natural | None = local(
+        "Id of the token that ends a document of the run's dataset, for whoever exports the model; bootstrap takes it "
+        "from the dataset's manifest.",
+        None,
+    )
     copies: Natural = local(
         "Least number of peers to hold the data of the next rounds, as far as their disks allow; a peer may choose, "
         "and with 0 it keeps nothing for others.",

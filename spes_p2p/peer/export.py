@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
 from spes_p2p.checkpoint.save import METADATA_FILE
 from spes_p2p.config.load import config_from_text
+from spes_p2p.config.schema import Config
 from spes_p2p.config.sections import DataConfig
 from spes_p2p.data.tokenizers import NoEndOfText, is_public, load_tokenizer
 from spes_p2p.errors import ConfigError, DataError
@@ -55,11 +57,13 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
     """
     wanted = options.tokenizer
     if wanted is not None:  # before a model is fetched or read
-        try:
+        with suppress(NoEndOfText):  # who has the data may know it
             load_tokenizer(wanted)
-        except NoEndOfText:
-            if options.checkpoint is None:  # which may say it
-                raise
+
+    def check(config: Config) -> None:
+        if wanted is not None:
+            load_tokenizer(wanted, _document_end(config))
+
     with filled_folder(options.output) as folder:
         own: Mapping[str, Any] = {}
         if options.checkpoint is not None:
@@ -67,11 +71,11 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
             version, facts = _of_checkpoint(checkpoint)
             own = checkpoint.run
         else:
-            fetched = fetch_over_network(options.run, folder / FETCHED, say, report)
+            fetched = fetch_over_network(options.run, folder / FETCHED, say, report, check)
             version, facts = fetched.version, facts_of_run(fetched)
         data, end = facts.config.data, own.get("eos_id")
         if end is None:  # the peer gets its data from others
-            end = facts.config.model.document_end
+            end = _document_end(facts.config)
         tokenizer = (
             _named_tokenizer(own.get("tokenizer"), end, data, say) if wanted is None else Publishable(wanted, end)
         )
@@ -84,6 +88,11 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
         export_model(version, facts, folder, how, tokenizer, lambda done, total: report("export", done, total))
         shutil.rmtree(folder / FETCHED, ignore_errors=True)
     return facts
+
+
+def _document_end(config: Config) -> int | None:
+    """What the run says of it; None where that is not known."""
+    return config.model.document_end if config.data.eos_id is None else config.data.eos_id
 
 
 def _named_tokenizer(own: str | None, end: int | None, data: DataConfig, say: Say) -> Publishable | None:
@@ -143,13 +152,15 @@ def read_curve(metrics: Path, last_round: int) -> tuple[CurvePoint, ...]:
     return tuple(point for point in curve_of(events) if point.round <= last_round)
 
 
-def fetch_over_network(run: JoinTarget, folder: Path, say: Say, report: Report) -> Fetched:
-    """The newest state of a live run, in `folder`. Raises Stopped on Ctrl-C."""
+def fetch_over_network(
+    run: JoinTarget, folder: Path, say: Say, report: Report, check: Callable[[Config], None]
+) -> Fetched:
+    """The newest state of a live run, in `folder`; `check` may refuse its config. Raises Stopped on Ctrl-C."""
     folder.mkdir()
     return visit(
         run,
         lambda network: fetch_newest(
-            network, folder, run.run_id, run.fingerprint, lambda done, total: report("fetch", done, total)
+            network, folder, run.run_id, run.fingerprint, lambda done, total: report("fetch", done, total), check
         ),
         say,
     )

@@ -61,13 +61,15 @@ async def fetch_newest(
     run_id: str | None = None,
     fingerprint: str | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
+    check: Callable[[Config], None] = lambda config: None,
 ) -> Fetched:
     """Finds the run, follows its chain and fetches its newest state; `report` hears of (bytes done, bytes in all).
 
-    Raises NetworkError when nobody answers, the run has not begun, or it goes on faster than its state comes;
-    ConfigError when several runs are announced; StorageFull.
+    `check` may refuse the run's config before anything is fetched. Raises NetworkError when nobody answers, the run has
+    not begun, or it goes on faster than its state comes; ConfigError when several runs are announced; StorageFull.
     """
     info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
+    await in_thread(partial(check, config))
     with contextlib.closing(RunFetcher(network, info, config, folder, report)) as fetcher:
         commit, version = await fetcher.run()
         chain = fetcher.chain

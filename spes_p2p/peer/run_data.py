@@ -58,7 +58,8 @@ async def open_run_data(
 
 
 def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
-    """The config that is published: it names the tokenizer of the data, for whoever exports, and its hash.
+    """The config that is published: it names the tokenizer of the data, for whoever exports, its hash, and what ends
+    a document.
 
     What the organiser has named stays; a file of this machine is no name, and is not told to others. Raises
     ConfigError where the organiser has named another tokenizer than the data was cut with.
@@ -75,7 +76,8 @@ def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
             "which is a different tokenizer",
             fix="tokenize with the one that the config names, or leave data.tokenizer and data.tokenizer_hash out",
         )
-    return config.model_copy(update={"data": config.data.model_copy(update=named)})
+    end = config.data.eos_id if dataset.eos_id is None else dataset.eos_id
+    return config.model_copy(update={"data": config.data.model_copy(update=named | {"eos_id": end})})
 
 
 def _one_is_byte(found: dict[str, str], named: dict[str, str]) -> bool:

@@ -25,6 +25,7 @@ def test_a_name_is_published_with_the_hash(name: str) -> None:
     config = with_tokenizer(small_config(), dataset(name), said.append)
     published = config_from_text(published_yaml(config)).data
     assert (published.tokenizer, published.tokenizer_hash) == (name, HASH)
+    assert published.eos_id == 256
     assert said == []
 
 
@@ -55,3 +56,6 @@ def test_of_raw_lists_nothing_is_known() -> None:
     assert (config.data.tokenizer, config.data.tokenizer_hash, said) == ("", "", [])
     named = with_tokenizer(small_config("data.tokenizer=byte"), dataset(None, None), said.append)
     assert named.data.tokenizer == "byte"
+    raw = Dataset("uint16", ())
+    assert with_tokenizer(small_config(), raw, said.append).data.eos_id is None
+    assert with_tokenizer(small_config("data.eos_id=3"), raw, said.append).data.eos_id == 3

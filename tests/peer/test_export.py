@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,9 @@ from spes_p2p.interop.export import export_model
 from spes_p2p.interop.weights import FORMAT
 from spes_p2p.observe.events import Eval, Round
 from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
-from spes_p2p.peer.export import ExportOptions, facts_of_run, run_export
+from spes_p2p.peer.export import ExportOptions, Report, Say, facts_of_run, run_export
 from spes_p2p.peer.fetching import Fetched, fetch_newest
+from spes_p2p.peer.options import JoinTarget
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
@@ -111,7 +112,7 @@ def test_the_tokenizer_that_the_run_names_goes_along(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
 
 
-@pytest.mark.parametrize("known_by", ["data", "document_end"])
+@pytest.mark.parametrize("known_by", ["data", "run", "document_end"])
 def test_what_ended_the_documents_ends_what_the_model_writes(known_by: str, tmp_path: Path) -> None:
     """`tokenize --eos-token` may have named another token than the tokenizer's own, which may have none at all."""
     from tokenizers import Tokenizer, models
@@ -120,6 +121,8 @@ def test_what_ended_the_documents_ends_what_the_model_writes(known_by: str, tmp_
         path = tmp_path / f"{name}.json"
         Tokenizer(models.WordLevel(words, unk_token="a")).save(str(path))
         config = run_config(**OLMOE, vocab_size=257, document_end=2 if known_by == "document_end" else None)
+        if known_by == "run":
+            config = config.model_copy(update={"data": config.data.model_copy(update={"eos_id": 2})})
         peer = saved(tmp_path / name, config, tokenizer=str(path), eos_id=2 if known_by == "data" else None)
         for given in (None, str(path)):
             output = tmp_path / f"{name}-{given is None}"
@@ -135,9 +138,34 @@ def test_a_tokenizer_that_names_no_end_is_refused_before_a_run_is_fetched(
 
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    monkeypatch.setattr("spes_p2p.peer.export.fetch_over_network", None)
+    asked = list[int | None]()
+
+    def fetch(run: JoinTarget, folder: Path, say: Say, report: Report, check: Callable[[Config], None]) -> Fetched:
+        config = run_config(**OLMOE, vocab_size=257)
+        for end in (0, None):  # a run that says it, and one that does not
+            check(config.model_copy(update={"data": config.data.model_copy(update={"eos_id": end})}))
+            asked.append(end)
+        raise AssertionError("nothing is fetched of the second")
+
+    monkeypatch.setattr("spes_p2p.peer.export.fetch_over_network", fetch)
     with pytest.raises(DataError, match="does not say which token ends a text"):
         run_export(ExportOptions(tmp_path / "out", None, tokenizer=str(path)), lambda text: None)
+    assert asked == [0]
+
+
+def test_a_run_whose_config_is_refused_is_not_fetched(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await announce(swarm, "abc")
+
+        def refuse(config: Config) -> None:
+            raise DataError(f"no tokenizer for {config.run.run_id}")
+
+        with pytest.raises(DataError, match="no tokenizer for"):
+            await fetch_newest(swarm.network.peer("reader"), tmp_path / "reader", check=refuse)
+        assert not (tmp_path / "reader").exists()
+
+    in_swarm(tmp_path / "swarm", play)
 
 
 def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None:
