@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.json"
 BYTE_EOS = "<|endoftext|>"
+_SETTINGS = "chat_template", "padding_side", "truncation_side", "clean_up_tokenization_spaces", "model_input_names"
+"""Of a tokenizer_config.json, apart from tokens; `save` sets the length."""
 
 
 class Publishable:
@@ -70,7 +72,9 @@ def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
         if max(loaded.get_vocab().values()) >= ours.vocab_size:
             # its config names tokens that the file lacks, so that the model has no row for them
             known = {name: token for name, token in loaded.special_tokens_map.items() if _has(ours.rust, token)}
-            words = known | {"eos_token": eos_token, "chat_template": loaded.chat_template}
+            more = [str(token) for token in loaded.extra_special_tokens if _has(ours.rust, str(token))]
+            words = known | {"eos_token": eos_token, "extra_special_tokens": more}
+            words |= {setting: getattr(loaded, setting) for setting in _SETTINGS}
             loaded = PreTrainedTokenizerFast(tokenizer_object=ours.rust, **words)
     return loaded  # with its chat template, too
 

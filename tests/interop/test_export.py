@@ -156,6 +156,8 @@ def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, own: dict[
     )
     rust.save(str(tmp_path / "tokenizer.json"))
     about = {"tokenizer_class": name, "eos_token": "<end>", "bos_token": "1", "chat_template": "{{ messages }}"} | own
+    settings = {"padding_side": "left", "truncation_side": "left", "model_input_names": ["input_ids"]}
+    about |= settings | {"clean_up_tokenization_spaces": True, "additional_special_tokens": ["2"]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     Publishable(str(tmp_path)).save(tmp_path / "out", 64)
     ours, again = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -163,6 +165,9 @@ def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, own: dict[
     assert again(text)["input_ids"] == ours.encode([text])[0].tolist()
     assert (again.eos_token_id, again.chat_template, again.model_max_length) == (257, "{{ messages }}", 64)
     assert again.bos_token == "1"  # a chat template may begin with it
+    assert {key: getattr(again, key) for key in settings} == settings
+    assert again.init_kwargs["clean_up_tokenization_spaces"]
+    assert "2" in again.all_special_tokens
     assert max(again.get_vocab().values()) < ours.vocab_size == 258  # what the model has rows for
 
 
