@@ -36,6 +36,7 @@ _SIGMAS = {"zeros": 0.0, "normal": 1.0, "scaled_normal": 0.02}
 SECTION_FILE = "model.yaml"
 _TOKENIZER_FILES = (
     "tokenizer*",
+    "added_tokens.json",
     "special_tokens_map.json",
     "vocab.*",
     "merges.txt",

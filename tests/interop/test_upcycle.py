@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.interop.importing import StartModel
-from spes_p2p.interop.tokenizer import Publishable
+from spes_p2p.interop.tokenizer import Publishable, byte_level
 from spes_p2p.interop.upcycle import Upcycling, upcycle
 from spes_p2p.interop.weights import SINGLE_FILE
 from tests.interop.states import layout_of, model_of
@@ -175,3 +176,17 @@ def test_values_that_make_no_sense_are_named(how: Upcycling, named: str, tmp_pat
 def test_dense_parts_that_our_model_lacks_are_named(model: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=named):
         made(tmp_path, model(), EXACT)
+
+
+def test_added_tokens_keep_the_ids_that_the_model_has_rows_for(tmp_path: Path) -> None:
+    """In a folder as older programs saved it; without its added_tokens.json the end would be another token."""
+    dense = tmp_path / "dense"
+    qwen2().save_pretrained(dense)
+    letters = byte_level().get_vocab(with_added_tokens=False)
+    (dense / "vocab.json").write_text(json.dumps(letters))
+    (dense / "merges.txt").write_text("#version: 0.2\n")
+    (dense / "added_tokens.json").write_text(json.dumps({"<|start|>": 256, "<|end|>": 257}))
+    (dense / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"}')
+    (tmp_path / "moe").mkdir()
+    upcycle(dense, tmp_path / "moe", EXACT)
+    assert AutoTokenizer.from_pretrained(tmp_path / "moe").eos_token_id == 257
