@@ -91,7 +91,7 @@ class HuggingFaceTokenizer:
         self.name = name
         content = json.loads(rust.to_str())
         self.fingerprint = _fingerprint(content)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.eos_id = _eos_id(name, vocabulary, eos_token)
         self.rust = rust
         self._spelt = _spelt(rust, content["model"])
@@ -130,6 +130,8 @@ def load_tokenizer(name: str, eos_token: str | int | None = None, through_transf
         rust = _from_file(path / "tokenizer.json")
         configured = _configured_eos(path / "tokenizer_config.json")
         return HuggingFaceTokenizer(here, rust, configured if eos_token is None else eos_token)
+    if path.is_dir():
+        return _from_transformers(here, eos_token)
     if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
         raise not_loaded(name, "the file does not exist")
     return _from_transformers(name, eos_token)
@@ -165,7 +167,8 @@ def _configured_eos(path: Path) -> str | None:
         token: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {first_line(error)}", fix="copy or download it again") from error
-    return token.get("content") if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _from_transformers(name: str, eos_token: str | int | None) -> Tokenizer:
@@ -174,7 +177,7 @@ def _from_transformers(name: str, eos_token: str | int | None) -> Tokenizer:
     away = "" if Path(name).is_dir() else why_no_hub()
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=bool(away))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library fails in all ways on files of others
         if away:
             raise DataError(
                 f"tokenizer {name!r} cannot be loaded: the Hugging Face hub does not answer ({away})",

@@ -144,6 +144,41 @@ def test_a_file_is_known_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.M
     assert load_tokenizer("tok.json").name == str(tmp_path / "tok.json")
 
 
+@pytest.mark.parametrize("place", ["older", "{}/older"])
+def test_a_folder_without_a_tokenizer_file_is_taken_wherever_it_lies(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older programs saved it. It is no name on the hub, which another one may have there."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "older"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    loaded = load_tokenizer(place.format(tmp_path))
+    assert (loaded.name, loaded.eos_id, loaded.encode(["abb"])[0].tolist()) == (str(folder), 3, [2, 1])
+    assert not is_public(loaded.name)
+    Publishable(place.format(tmp_path)).save(tmp_path / "out", 8)
+    assert load_tokenizer(str(tmp_path / "out")).encode(["abb"])[0].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("end", ['["</s>"]', "5", '{"content": 5}', "null"])
+def test_a_config_that_names_no_end_is_as_none(end: str, tmp_path: Path) -> None:
+    word_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {end}}}')
+    assert load_tokenizer(str(tmp_path)).eos_id == 11
+
+
+def test_files_on_which_transformers_fails_in_its_own_ways_are_refused(tmp_path: Path) -> None:
+    word_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": []}')
+    with pytest.raises(DataError, match="cannot be loaded"):
+        Publishable(str(tmp_path))
+    RustTokenizer(WordLevel({}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="does not say which token ends a text"):
+        load_tokenizer(str(tmp_path))
+
+
 def _trained(kind: str, path: Path) -> Path:
     """A tokenizer.json of one kind of model, with `<|endoftext|>` in the model's own vocabulary, as trainers put it."""
     end, texts = "<|endoftext|>", ["a long way to go", "what is of text is text < | >", "end of"] * 20
