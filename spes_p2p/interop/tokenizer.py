@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, not_loaded
@@ -35,7 +35,11 @@ class Publishable:
         self.fingerprint = ours.fingerprint
         self.eos_id = ours.eos_id
         self.vocab_size = ours.vocab_size
-        self._fast = _loaded(name, ours)
+        self._fast: Any = _loaded(name, ours)
+        rust: RustTokenizer = self._fast.backend_tokenizer
+        if rust.num_special_tokens_to_add(is_pair=False):  # to every text, which the data was cut without
+            self._fast.add_bos_token = self._fast.add_eos_token = False
+            rust.post_processor = None
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ConfigError where it makes ids that the model does not have."""

@@ -171,6 +171,35 @@ def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, own: dict[
     assert max(again.get_vocab().values()) < ours.vocab_size == 258  # what the model has rows for
 
 
+@pytest.mark.parametrize("kind", ["file", "bare", "config", "llama"])
+def test_a_prompt_gets_no_tokens_that_the_data_was_cut_without(kind: str, tmp_path: Path) -> None:
+    """Behind a prompt with an end the model would begin another text; and it has never seen a beginning."""
+    from tokenizers import processors
+    from transformers import LlamaTokenizer
+
+    rust, source = byte_level(), tmp_path / "source"
+    source.mkdir()
+    rust.add_special_tokens(["<s>"])
+    rust.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|endoftext|>", special_tokens=[("<s>", 257), ("<|endoftext|>", 256)]
+    )
+    rust.save(str(source / "tokenizer.json"))
+    if kind == "config":
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<s>"}
+        (source / "tokenizer_config.json").write_text(json.dumps(about | {"add_bos_token": True}))
+    if kind == "llama":
+        words = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u2581": 3, "a": 4, "b": 5}
+        LlamaTokenizer(vocab=words, merges=[], add_bos_token=True, add_eos_token=True).save_pretrained(source)
+        about = json.loads((source / "tokenizer_config.json").read_text())
+        (source / "tokenizer_config.json").write_text(json.dumps(about | {"add_bos_token": True}))
+    name = source / "tokenizer.json" if kind == "file" else source
+    assert len(AutoTokenizer.from_pretrained(source)("ab")["input_ids"]) > 2
+    Publishable(str(name)).save(tmp_path / "out", 64)
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again("ab")["input_ids"] == load_tokenizer(str(name)).encode(["ab"])[0].tolist()
+    assert again.decode(again("ab")["input_ids"]) == "ab"
+
+
 def test_the_card_says_what_it_is(tmp_path: Path) -> None:
     config = run_config(**QWEN3)
     exported(tmp_path, config, random_state(config)[1])
