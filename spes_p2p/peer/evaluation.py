@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from spes_p2p.errors import StorageFull
 from spes_p2p.interop.evaluate import Score, chosen_tasks, evaluate, flat
 from spes_p2p.observe.events import Tasks
-from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
+from spes_p2p.observe.sinks import JsonLines
 from spes_p2p.peer.devices import choose_device
-from spes_p2p.peer.export import ExportOptions, Report, find_checkpoint, run_export
+from spes_p2p.peer.export import ExportOptions, Report, metrics_of, run_export
 
 Say = Callable[[str], None]
 
@@ -53,6 +54,7 @@ def run_eval(options: EvalOptions, say: Say, report: Report = lambda what, done,
     """
     tasks = chosen_tasks(options.suite)
     device = str(choose_device(options.device))
+    metrics = _metrics_file(options)  # now: a checkpoint may be replaced by newer ones meanwhile
     round, step = 0, 0
     with TemporaryDirectory(prefix="spes-p2p-eval-") as temporary:
         folder = options.folder
@@ -63,15 +65,18 @@ def run_eval(options: EvalOptions, say: Say, report: Report = lambda what, done,
         scores = evaluate(
             folder, tasks, options.limit, options.include_path, device, options.batch_size, options.max_length
         )
-    if (metrics := _metrics_file(options, say)) is not None:
-        lines = JsonLines(metrics)
-        lines.write(time.time(), Tasks(round, step, flat(scores)))
-        lines.close()
+    if metrics is not None:
+        try:
+            lines = JsonLines(metrics)
+            lines.write(time.time(), Tasks(round, step, flat(scores)))
+            lines.close()
+        except (OSError, StorageFull) as error:  # hours of work are still to be shown
+            say(f"the scores are not written to {metrics}: {error}")
     return Evaluation(scores, round, step)
 
 
-def _metrics_file(options: EvalOptions, say: Say) -> Path | None:
+def _metrics_file(options: EvalOptions) -> Path | None:
     if options.folder is not None or options.source.checkpoint is None:
         return None
-    file = find_checkpoint(options.source.checkpoint, say).folder.parent.parent / METRICS_FILE
+    file = metrics_of(options.source.checkpoint)
     return file if file.is_file() else None

@@ -118,18 +118,28 @@ def find_checkpoint(folder: Path, say: Say) -> Checkpoint:
         return load_checkpoint(folder)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", fix="give a peer's folder, or one of its checkpoints")
-    root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    checkpoint, warnings = load_latest(root)
+    checkpoint, warnings = load_latest(_root_of(folder))
     for text in warnings:
         say(text)
     return checkpoint
+
+
+def metrics_of(folder: Path) -> Path:
+    """The metrics.jsonl of the peer whose checkpoint, or checkpoints, are at `folder`; it may not be there."""
+    folder = folder.absolute()  # a step's folder may be called from inside the peer's
+    root = folder.parent if (folder / METADATA_FILE).is_file() else _root_of(folder)
+    return root.parent / METRICS_FILE
+
+
+def _root_of(folder: Path) -> Path:
+    return folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Version, Facts]:
     run = checkpoint.run
     config = config_from_text(run["config"], origin=f"the config in {checkpoint.folder}")
     version = checkpoint.version(state_layout(config))
-    curve = read_curve(checkpoint.folder.parent.parent / METRICS_FILE, checkpoint.round)
+    curve = read_curve(metrics_of(checkpoint.folder), checkpoint.round)
     root, step = version.root.hex(), checkpoint.step
     peers = max((point.peers for point in curve), default=None)
     tokens = run.get("tokens")

@@ -100,7 +100,7 @@ def test_what_cannot_be_evaluated_is_named(tmp_path: Path, tasks: Path) -> None:
     with pytest.raises(DataError, match=r"the model in .* cannot be loaded"):
         evaluate(folder, {"parity": 0}, include_path=tasks)
     exported(tmp_path / "again", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
-    with pytest.raises(DataError, match="does not fit into the 3 tokens"):
+    with pytest.raises(DataError, match="longer than the model's context of 3 tokens"):
         evaluate(tmp_path / "again", {"parity": 0}, include_path=tasks, max_length=3)
     (tmp_path / "parity.jsonl").unlink()
     with pytest.raises(DataError, match="the data of task parity cannot be loaded"):

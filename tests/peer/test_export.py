@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from spes_p2p.config.load import published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
-from spes_p2p.errors import CheckpointError, ConfigError, DataError, NetworkError
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, NetworkError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.card import Facts
+from spes_p2p.interop.evaluate import Score
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.weights import FORMAT
-from spes_p2p.observe.events import Eval, Round
-from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
+from spes_p2p.observe.events import Eval, Round, Tasks
+from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
+from spes_p2p.peer.evaluation import EvalOptions, run_eval
 from spes_p2p.peer.export import ExportOptions, Report, Say, facts_of_run, run_export
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.options import JoinTarget
@@ -52,7 +55,7 @@ def saved(
     return folder
 
 
-def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path) -> None:
+def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(**OLMOE, vocab_size=257)
     peer = saved(tmp_path / "peer", config, tokenizer="byte")
     metrics = JsonLines(peer / METRICS_FILE)
@@ -76,8 +79,36 @@ def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path) -> None:
             assert (theirs.eval()(tokens).logits - want).abs().max() < 1e-4
         assert (output / "tokenizer.json").is_file()
     assert said == []
+    monkeypatch.chdir(peer / "checkpoints")
+    for number, source in enumerate((Path(), Path("step-00000140"))):
+        facts = run_export(ExportOptions(tmp_path / f"here-{number}", source), said.append)
+        assert [point.held_out for point in facts.curve] == [3.25]
     assert told[-1][0] == "export"
     assert told[-1][1] == told[-1][2] > 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_scores_that_took_hours_are_not_lost(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer trains on and removes the checkpoint meanwhile, or its folder takes no more."""
+    peer, said = saved(tmp_path / "peer", run_config(**OLMOE, vocab_size=257), tokenizer="byte"), list[str]()
+    JsonLines(peer / METRICS_FILE).close()
+    step, score = peer / "checkpoints" / "step-00000140", Score("sciq", "acc", 0.5, None, 0, 9)
+
+    def evaluate(*_: object) -> tuple[Score, ...]:
+        shutil.rmtree(step)
+        if full:
+            monkeypatch.setattr(JsonLines, "write", fail)
+        return (score,)
+
+    def fail(*_: object) -> None:
+        raise StorageFull("the disk is full")
+
+    monkeypatch.setattr("spes_p2p.peer.evaluation.evaluate", evaluate)
+    options = EvalOptions(None, ExportOptions(Path(), step), "sciq", device="cpu")
+    assert run_eval(options, said.append).scores == (score,)
+    found = [event for _, event in EventReader(peer / METRICS_FILE).read()]
+    assert found == ([] if full else [Tasks(7, 140, {"sciq/acc": 0.5})])
+    assert said == ([f"the scores are not written to {peer / METRICS_FILE}: the disk is full"] if full else [])
 
 
 def test_the_momentum_of_an_outer_optimizer_stays_behind(tmp_path: Path) -> None:
