@@ -82,7 +82,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the Hugging Face tokenizers library; truncation and padding that its file asks for are off."""
+    """A tokenizer of the Hugging Face tokenizers library, without truncation, padding and dropout that its file has."""
 
     def __init__(self, name: str, rust: RustTokenizer, eos_token: str | int | None) -> None:
         rust.no_truncation()
@@ -91,6 +91,9 @@ class HuggingFaceTokenizer:
         self.name = name
         content = json.loads(rust.to_str())
         self.fingerprint = _fingerprint(content)
+        if content["model"].get("dropout"):  # each run would cut otherwise, and one that goes on would lose its place
+            model: Any = rust.model
+            model.dropout = None
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.eos_id = _eos_id(name, vocabulary, eos_token)
         self.rust = rust

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -177,6 +178,20 @@ def test_files_on_which_transformers_fails_in_its_own_ways_are_refused(tmp_path:
     RustTokenizer(WordLevel({}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="does not say which token ends a text"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_with_dropout_cuts_each_text_in_one_way(tmp_path: Path) -> None:
+    """Who goes on after an interruption, or has the same text on another machine, gets the same shards."""
+    path = _trained("bpe", tmp_path / "tokenizer.json")
+    text = "a long way to go, what is of text is text"
+    want = load_tokenizer(str(path)).encode([text])[0].tolist()
+    content = json.loads(path.read_text())
+    content["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.fingerprint == hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    for _ in range(10):
+        assert tokenizer.encode([text])[0].tolist() == want
 
 
 def _trained(kind: str, path: Path) -> Path:
