@@ -184,6 +184,14 @@ def fetch(name: str) -> tuple[Path, list[str]]:
     return model_folder(Path(name), said.append), said
 
 
+def test_a_folder_without_a_card_makes_no_repository(hub: HubServer, tmp_path: Path) -> None:
+    """As upcycle makes it: nothing says of which run it is."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no exported model"):
+        push_folder(tmp_path, "me/start", public=False, say=lambda text: None)
+    assert not hub.repositories
+
+
 def test_a_model_comes_back_pinned_to_its_commit(hub: HubServer, tmp_path: Path) -> None:
     first = exported(tmp_path / "first")
     other = {"original/model.safetensors": b"0" * 40, "consolidated.safetensors": b"1" * 40, "model.bin": b"2" * 40}
