@@ -17,8 +17,8 @@ from spes_p2p.config.sections import DataConfig
 from spes_p2p.data.tokenizers import NoEndOfText, is_public, load_tokenizer
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
-from spes_p2p.interop.export import export_model, filled_folder
-from spes_p2p.interop.hf import state_layout
+from spes_p2p.interop.export import export_model, filled_folder, trimmed
+from spes_p2p.interop.hf import hf_config, state_layout
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import Dtype, Format
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
@@ -61,8 +61,9 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
             load_tokenizer(wanted)
 
     def check(config: Config) -> None:
+        hf_config(trimmed(config.model))
         if wanted is not None:
-            load_tokenizer(wanted, _document_end(config))
+            Publishable(wanted, _document_end(config)).check_fits(config.model.vocab_size)
 
     with filled_folder(options.output) as folder:
         own: Mapping[str, Any] = {}

@@ -184,6 +184,25 @@ def test_a_tokenizer_that_names_no_end_is_refused_before_a_run_is_fetched(
     assert asked == [0]
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"vocab_size": 19}, "has 257 ids, but model.vocab_size is 19"),
+        ({"vocab_size": 257, "head_dim": 8}, "which OLMoE cannot express"),
+    ],
+)
+def test_what_no_export_can_come_of_is_refused_before_a_run_is_fetched(
+    model: dict[str, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(run: JoinTarget, folder: Path, say: Say, report: Report, check: Callable[[Config], None]) -> Fetched:
+        check(run_config(**OLMOE | model))
+        raise AssertionError("it is fetched")
+
+    monkeypatch.setattr("spes_p2p.peer.export.fetch_over_network", fetch)
+    with pytest.raises(ConfigError, match=words):
+        run_export(ExportOptions(tmp_path / "out", None, tokenizer="byte"), lambda text: None)
+
+
 def test_a_run_whose_config_is_refused_is_not_fetched(tmp_path: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
