@@ -236,6 +236,6 @@ def _spelt(rust: RustTokenizer, model: dict[str, Any]) -> dict[int, list[int]]:
     own = rust.get_vocab(with_added_tokens=False)
     unknown = own.get(model.get("unk_token") or "", model.get("unk_id"))
     special = {at: token.content for at, token in rust.get_added_tokens_decoder().items() if token.special}
-    spelt = {at: [own.get(letter, unknown) for letter in text] for at, text in special.items() if text in own}
-    spelt.pop(unknown, None)
-    return {at: [part for part in parts if part is not None] for at, parts in spelt.items()}
+    inside = {at: text for at, text in special.items() if text in own and at != unknown}
+    letters = {at: [own.get(letter, unknown) for letter in text] for at, text in inside.items()}
+    return {at: [letter for letter in found if letter is not None] for at, found in letters.items()}

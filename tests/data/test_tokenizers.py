@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def _trained(kind: str, path: Path) -> Path:
         rust = RustTokenizer(models.BPE())
         rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
+        trainer: Any = trainers.BpeTrainer(special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
     elif kind == "wordpiece":
         rust = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
         rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

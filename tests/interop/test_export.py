@@ -157,8 +157,8 @@ def test_the_tokenizer_of_a_folder_cuts_as_it_cut_the_data(name: str, own: dict[
     rust.save(str(tmp_path / "tokenizer.json"))
     about = {"tokenizer_class": name, "eos_token": "<end>", "bos_token": "1", "chat_template": "{{ messages }}"} | own
     settings = {"padding_side": "left", "truncation_side": "left", "model_input_names": ["input_ids"]}
-    about |= settings | {"clean_up_tokenization_spaces": True, "additional_special_tokens": ["2"]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    more = {"clean_up_tokenization_spaces": True, "additional_special_tokens": ["2"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**about, **settings, **more}))
     Publishable(str(tmp_path)).save(tmp_path / "out", 64)
     ours, again = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "IN 1234"
