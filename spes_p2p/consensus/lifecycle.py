@@ -107,6 +107,7 @@ class Lifecycle(Part):
         Whatever was asked for and not done is asked for again when there is room.
         """
         self._own.intent = replace(self._own.intent, can_vote=False)
+        self._liveness.was_full = True
         self._voting.forget_degraded()
         self._staging.forget()
         is_ours = durable.parent == self._state.tip_hash
@@ -114,7 +115,7 @@ class Lifecycle(Part):
         self._resume_degraded()
 
     def disk_has_room(self) -> None:
-        """There may be room again: stage anew and vote."""
+        """There may be room again: stage anew and vote. Others count on it once something was written."""
         self._own.intent = replace(self._own.intent, can_vote=True)
         self._staging.forget()
 

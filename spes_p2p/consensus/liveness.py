@@ -23,13 +23,15 @@ class Liveness:
     """`quorum_at`: when a live quorum of the tip's electors was heard last, or when we came to stand on the tip.
 
     `asking_since` is set while we ask, `answered` who has answered; `asked_at` is when that ended. `failing_since` is
-    since when what must be staged could not be.
+    since when what must be staged could not be. `was_full`: the disk had no room, and no vote or commit has found any
+    since.
     """
 
     quorum_at: Moment
     asking_since: Moment | None = None
     asked_at: Moment = NEVER
     failing_since: Moment | None = None
+    was_full: bool = False
     answered: set[PeerId] = field(default_factory=set)
     has_slept: bool = False
     """We ask after sleep: what comes, but for answers, may have waited here all the while."""
@@ -40,6 +42,7 @@ class Liveness:
         """We stand on another tip."""
         self.quorum_at = now
         self.failing_since = None
+        self.was_full = False
 
     def ask(self, now: float, has_slept: bool = False) -> None:
         """Starts to ask what became of the run, after a start or sleep, when silence does not mean anything yet."""
@@ -68,10 +71,10 @@ class Liveness:
         self.failing_since = now if self.failing_since is None else self.failing_since
 
     def can_be_counted_on(self, pace: Pace, now: float) -> bool:
-        """Whether others can count on our vote: we are done asking, and what must be staged can be fetched."""
+        """Whether others can count on our vote: we are done asking, and what must be staged can be fetched and kept."""
         since = self.failing_since
         is_failing = since is not None and now - since > FAILED_DEADLINES * pace.deadline_seconds(0)
-        return self.asking_since is None and not is_failing
+        return self.asking_since is None and not is_failing and not self.was_full
 
     def may_make(self, pace: Pace, now: float) -> bool:
         """Whether no live quorum was heard throughout the last W of our own running time."""

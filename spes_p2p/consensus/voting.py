@@ -166,6 +166,7 @@ class Voting(Part):
         """What we are bound to goes to disk, with what is needed to stand by it."""
         current = self._state.round
         current.vote.record = current.vote.durable = record
+        self._liveness.was_full = False  # where this finds no room, nothing leaves that says so
         contents = tuple(current.contents[name] for name in sorted(record.pinned) if name in current.contents)
         self._state.out.append(Persist(replace(record, contents=contents)))
 

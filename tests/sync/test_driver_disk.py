@@ -94,6 +94,23 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
     in_swarm(folder, play)
 
 
+def test_who_has_no_room_for_long_is_waited_for_no_longer_than_who_is_gone(folder: Path) -> None:
+    """Of two a majority is both. Whoever tries its disk again and again is not counted on before it has written."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b"])
+        await swarm.until_round(2)
+        other, full = peer(swarm, "a"), peer(swarm, "b")
+        with raising(full.store, "stage", StorageFull):
+            await until(lambda: other.round > full.round + 2, 300.0)
+            assert [notice.kind for notice in full.notices] == ["disk"]
+        await until(counts(swarm, "b"), 300.0)
+        assert full.driver.core.status().intent.can_vote
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=2))
+
+
 def test_the_last_that_is_left_has_no_room_for_what_it_has_just_certified(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
