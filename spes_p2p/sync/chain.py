@@ -368,8 +368,10 @@ class VoteBook:
 
     def forget(self, above: int = 0) -> None:
         """Begins an incarnation above `above`, which is not bound by what was signed before. Raises StorageFull."""
-        self.incarnation = max(self._new_incarnation(), above + 1)
-        self._votes_path.unlink(missing_ok=True)  # first: the new incarnation must never meet the old record
+        self.incarnation, self.record = max(self._new_incarnation(), above + 1), VoteRecord(NO_HASH)
+        # both, and first: the new one must never meet the old record, nor (on a full disk) the old one a new record
+        self._votes_path.unlink(missing_ok=True)
+        self._incarnation_path.unlink(missing_ok=True)
         write_whole(self._incarnation_path, str(self.incarnation).encode())
         self._left_path.unlink(missing_ok=True)
         self.write(VoteRecord(NO_HASH))

@@ -16,7 +16,7 @@ from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.interfaces import Candidate, Effects, KnownChain, Owner, Votes
@@ -64,9 +64,16 @@ class Dispatcher:
         self._recover()
 
     def tell(self, event: on.Event) -> None:
-        """Something happened: the state machine decides, and what it decides is begun."""
-        event = placed(event, self.core.tips_to_look_up(event), self.chain.has)
-        self.carry_out(self.core.handle(event, self.now()))
+        """Something happened: the state machine decides, and what it decides is begun.
+
+        A disk that is broken, or holds what is damaged, ends this peer, not just the call of another that led there.
+        """
+        try:
+            event = placed(event, self.core.tips_to_look_up(event), self.chain.has)
+            self.carry_out(self.core.handle(event, self.now()))
+        except (OSError, StateError) as error:
+            self.halted = True  # not a word more: the state machine takes for given what was to be written
+            self._owner.failed(error)
 
     def reply_to(self, peer: PeerId) -> Envelope:
         """What to answer a peer that has just sent us something."""
@@ -120,11 +127,9 @@ class Dispatcher:
             self.votes.write(action.record)
             reached(failpoints.PERSISTED, peer=self.core.me, round=self.core.tip.round + 1)
         except StorageFull as error:
-            self._queue.clear()  # whatever follows from a vote that is not on disk
+            # without whatever follows from a vote that is not on disk; what is to be forgotten is no vote
+            self._queue = deque(action for action in self._queue if isinstance(action, do.Forget))
             self.disk_is_full(error)
-        except OSError as error:
-            self.halted = True  # not a word more: the state machine takes the vote for given
-            self._owner.failed(error)
 
     # ---- the next state ----
 

@@ -124,6 +124,7 @@ class Answers:
         envelope = self.outbox.open(caller, request)
         check_same_run(envelope, self._info)
         self.hear(envelope)
+        self._require_life()
         return self.outbox.answer(caller, self._dispatcher.reply_to(caller))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:

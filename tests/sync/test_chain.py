@@ -268,6 +268,16 @@ def test_a_vote_on_a_full_disk_is_not_noted(tmp_path: Path) -> None:
     assert book(tmp_path, 9).record == VoteRecord(NO_HASH)
 
 
+def test_who_forgets_on_a_full_disk_never_votes_in_the_old_incarnation_again(tmp_path: Path) -> None:
+    first = book(tmp_path, 7)
+    first.write(VoteRecord(sha256(b"head"), locked_ballot=3))
+    with file_size_limit(1), pytest.raises(StorageFull):
+        first.forget(above=100)
+    assert (first.record, first.incarnation) == (VoteRecord(NO_HASH), 101)
+    first.write(VoteRecord(sha256(b"head"), locked_ballot=1))
+    assert book(tmp_path, 200).incarnation >= 101
+
+
 def test_the_ledger_is_that_of_each_round_whatever_became_of_the_chain(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     for commit in COMMITS:

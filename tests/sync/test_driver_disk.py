@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -18,9 +19,10 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.wire import pack
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,
@@ -149,6 +151,55 @@ def test_a_disk_that_fails_otherwise_ends_the_peer_without_another_word(folder: 
             assert broken.net.transport.traffic.sent - sent < 10_000  # refusals alone
         assert isinstance(broken.failures.pop(), OSError)
         assert not broken.failures
+        await broken.kill()
+        await swarm.add("b")
+        await until(counts(swarm, "b"))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def begin_to_forget(broken: PretendPeer) -> list[do.Action]:
+    """What follows where others have heard votes that its record lacks, with a vote to be written before it."""
+    core = broken.driver.core
+    core._parts.voting.forget_record(core.state.own.incarnation)
+    forgetting, core.state.out = core.state.out, []
+    return [do.Persist(broken.votes.record), *forgetting]
+
+
+def test_a_new_incarnation_begins_although_the_vote_before_it_found_no_room(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        full = peer(swarm, "b")
+        before = full.votes.incarnation
+        with raising(full.votes, "write", StorageFull):
+            full.driver._dispatcher.carry_out(begin_to_forget(full))
+        assert full.driver.core.state.own.incarnation == full.votes.incarnation > before
+        await until(counts(swarm, "b"))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+@pytest.mark.parametrize(("part", "method", "error"), [("chain", "has", StateError), ("votes", "forget", OSError)])
+def test_a_disk_that_fails_where_a_message_is_heard_ends_the_peer_too(
+    folder: Path, part: str, method: str, error: type[Exception]
+) -> None:
+    """Else it hears nobody any more and goes on to say that it lives: the others would wait for it for ever."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        broken, other = peer(swarm, "b"), peer(swarm, "a")
+        core, answers = broken.driver.core, broken.driver.answers
+        message = pack(other.driver.core._parts.gossip.answer(broken.name))
+        with raising(getattr(broken, part), method, error):
+            core.tips_to_look_up = lambda event: [(core.tip_hash, core.tip.round)]  # type: ignore[method-assign]
+            core.state.out = begin_to_forget(broken)[1:]
+            with pytest.raises(RemoteProtocolError, match="shutting down"):
+                await answers.on_call(other.name, message)
+        assert isinstance(broken.failures.pop(), error)
         await broken.kill()
         await swarm.add("b")
         await until(counts(swarm, "b"))
