@@ -12,6 +12,7 @@ traceback. Any other exception is a bug of ours and keeps its traceback.
     ├── StateError           the committed state on disk is damaged or does not fit
     │   └── TileDamaged      some of its values do not hash to what was committed
     ├── StorageFull          no space left where we write
+    ├── StorageBroken        a disk that is read-only, not ours, or broken
     ├── NetworkError         we could not reach somebody
     │   ├── NobodyAnswers    none of the addresses by which a run can be found
     │   ├── PeerRefused      the host answered and refused: nobody listens there
@@ -68,6 +69,10 @@ class TileDamaged(StateError):
 
 class StorageFull(SpesError):
     """The disk is full; what was written before stays valid."""
+
+
+class StorageBroken(SpesError):
+    """Files of ours cannot be read or written, and not for lack of room; what was written before stays valid."""
 
 
 class NetworkError(SpesError):

@@ -1,7 +1,8 @@
 """Atomic files and folders: temporary name, fsync, rename, fsync of the parent folder; and reserving disk space.
 
 A folder that is replaced or removed is renamed first, too, and `recover_folders` completes or undoes what a crash left
-between two such steps. A full disk raises StorageFull and leaves the old file or folder in place.
+between two such steps. A full disk raises StorageFull and leaves the old file or folder in place; one that fails
+otherwise ends who lives on it (`on_a_sound_disk`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.errors import ConfigError, StorageBroken, StorageFull
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_BROKEN = {
+    errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EUCLEAN,
+}  # fmt: skip
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 PARTIAL = ".partial"
@@ -30,17 +34,33 @@ _DROPPED = "dropped-"
 def storing(path: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turns a full disk (or quota, or file size limit) inside into StorageFull naming `path` and `needed_bytes`.
 
-    0 where that is not known.
+    0 where that is not known. Another OSError names `path` too, where it names no file.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
+            error.filename = error.filename or str(path)
             raise
         needed = f"{needed_bytes} bytes" if needed_bytes else "more"
         raise StorageFull(
             f"{path}: no room for {needed} ({_free_bytes(path)} bytes free): {os.strerror(error.errno)}",
             fix="free disk space, or move the folder to a larger disk; then start again",
+        ) from error
+
+
+@contextmanager
+def on_a_sound_disk(folder: Path) -> Iterator[None]:
+    """Turns a disk that proves to be read-only, not ours or broken into StorageBroken naming the file, or `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _BROKEN:
+            raise
+        raise StorageBroken(
+            f"{error.filename or folder} cannot be read or written: {error.strerror}",
+            fix="see that the disk is sound and mounted for writing, and that the files belong to you; then start "
+            "again: what was written before is not lost",
         ) from error
 
 

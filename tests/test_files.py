@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from spes_p2p.errors import ConfigError, StorageFull
-from spes_p2p.files import check_is_new, make_folder, whole_file, whole_folder, write_new, write_whole
+from spes_p2p.errors import ConfigError, StorageBroken, StorageFull
+from spes_p2p.files import check_is_new, make_folder, on_a_sound_disk, whole_file, whole_folder, write_new, write_whole
 from tests.state.small import all_files, file_size_limit
 
 
@@ -82,3 +84,23 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         make_folder(tmp_path / "file" / "folder")
     make_folder(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EACCES])
+def test_a_disk_that_fails_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """What fails at an open file does not say which it was."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    wanted = f"{tmp_path / 'votes'} cannot be read or written: {os.strerror(number)}"
+    with pytest.raises(StorageBroken, match=wanted), on_a_sound_disk(tmp_path):
+        write_whole(tmp_path / "votes", b"mine")
+    with pytest.raises(StorageBroken, match=f"{tmp_path} cannot be"), on_a_sound_disk(tmp_path):
+        fail(0)
+
+
+def test_what_is_a_fault_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), on_a_sound_disk(tmp_path):
+        (tmp_path / "nothing").read_bytes()

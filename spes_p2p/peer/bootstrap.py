@@ -21,7 +21,7 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest
-from spes_p2p.files import make_folder
+from spes_p2p.files import make_folder, on_a_sound_disk
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
@@ -102,8 +102,8 @@ async def serve_until(
     say, ready = unfailing(say), unfailing(ready)
     _check(options)
     make_folder(options.folder)
-    run = await _read_run(options, say) if options.config_path is not None else None
-    with contextlib.suppress(Stopped):
+    with on_a_sound_disk(options.folder), contextlib.suppress(Stopped):
+        run = await _read_run(options, say) if options.config_path is not None else None
         await until_stopped(stop, _serve(options, run, say, ready))
 
 

@@ -23,7 +23,7 @@ from spes_p2p.data.order import handed_out
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, PermanentError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
-from spes_p2p.files import make_folder
+from spes_p2p.files import make_folder, on_a_sound_disk
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Note, Pause, Peer, Round, Warning
@@ -119,7 +119,10 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     watch = PauseTriggers(around.pause, options.schedule, options.pause_on_battery)
     with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say, LOST):  # before CUDA is touched
         try:
-            with closing(Connection.open(thread, options, gate, say, traffic)) as connection:
+            with (
+                on_a_sound_disk(options.folder),
+                closing(Connection.open(thread, options, gate, say, traffic)) as connection,
+            ):
                 _run_connected(connection, options, device, outer, around)
         except Stopped:
             say("stopped before training began")

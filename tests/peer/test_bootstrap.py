@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from pathlib import Path
 
+import pytest
+
+from spes_p2p.errors import StorageBroken
+from spes_p2p.peer import bootstrap
 from spes_p2p.peer.bootstrap import BootstrapOptions, _open, serve_until
 from spes_p2p.peer.contacts import ADDRESSES_FILE
 from spes_p2p.peer.options import NetworkOptions
@@ -49,3 +55,13 @@ def test_it_goes_back_to_those_it_knew_and_does_without_them(tmp_path: Path) -> 
 
     with NetworkThread() as thread:
         thread.run(scenario())
+
+
+def test_a_disk_that_fails_is_an_error_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(options: BootstrapOptions) -> HivemindNetwork:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(options.folder / "identity.key"))
+
+    monkeypatch.setattr(bootstrap, "_open", fail)
+    serving = serve_until(asyncio.Event(), BootstrapOptions(NetworkOptions(), tmp_path), print)
+    with pytest.raises(StorageBroken, match=r"identity\.key cannot be read or written: Input/output error"):
+        asyncio.run(serving)

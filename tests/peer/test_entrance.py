@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.consensus.membership import Roll
-from spes_p2p.errors import PermanentError
+from spes_p2p.errors import PermanentError, StorageBroken
 from spes_p2p.files import write_whole
 from spes_p2p.ids import NO_HASH
 from spes_p2p.observe.events import EventBus
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.entrance import check_kept_is_open, check_not_banned
 from spes_p2p.peer.options import NetworkOptions, PeerOptions
+from spes_p2p.peer.presence import VitalsKeeper
 from spes_p2p.peer.run import run_peer
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from spes_p2p.sync.chain import Chain
@@ -72,3 +75,18 @@ def test_join_looks_into_its_folder_first(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Connection, "open", connect)
     with pytest.raises(PermanentError, match="over"):
         run_peer(PeerOptions(NetworkOptions(), tmp_path), EventBus(), print, print)
+
+
+def test_a_disk_that_turned_read_only_is_an_error_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*rest: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "run" / "votes"))
+
+    monkeypatch.setattr(Connection, "open", refuse)
+    vitals = VitalsKeeper()
+    bus = EventBus(vitals)
+    with pytest.raises(StorageBroken, match="votes cannot be read or written: Read-only file system") as error:
+        run_peer(PeerOptions(NetworkOptions(), tmp_path), bus, print, print)
+    assert "mounted for writing" in error.value.fix
+    assert "votes cannot be read" in vitals.now("").warnings[0].message
