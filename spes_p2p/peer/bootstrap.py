@@ -376,7 +376,7 @@ class RunNode:
         """Vouches for the peers that bring a pass."""
         keeper = Doorkeeper(
             self._info, self._node.checker.check, self._node.sealer, self._folder / PASSES_FILE,
-            lambda peer, missing: self._say(full_roll_line(peer, self._options.folder, missing)),
+            lambda peer, missing: self._say(full_roll_line(peer, self._options.folder, missing)), self._say,
         )  # fmt: skip
         while True:
             tokens = {peer: record.token for peer, record in self._announcer.known.items()}

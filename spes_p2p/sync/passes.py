@@ -15,7 +15,7 @@ from pathlib import Path
 from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.membership import MAX_VOUCHED
 from spes_p2p.consensus.messages import Sealer, Signed
-from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import NODE_FOLDER, in_folder, write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import MAX_TOKEN_BYTES
@@ -70,7 +70,7 @@ def full_roll_line(peer: PeerId, folder: Path, missing: Sequence[PeerId] = ()) -
 
 
 class Doorkeeper:
-    """The organiser's node as it meets passes. `path`: where it keeps which were used.
+    """The organiser's node as it meets passes. `path`: where it keeps which were used; `say` hears of it if it cannot.
 
     `waits` is told once of each peer that brings a good one and finds the roll full, and who of the roll is not there.
     """
@@ -82,15 +82,26 @@ class Doorkeeper:
         sealer: Sealer,
         path: Path,
         waits: Callable[[PeerId, Sequence[PeerId]], None],
+        say: Callable[[str], None],
     ) -> None:
-        self._info, self._check, self._sealer, self._path, self._waits = info, check, sealer, path, waits
+        """Raises StateError where the file is damaged."""
+        self._info, self._check, self._sealer, self._path = info, check, sealer, path
+        self._waits, self._say = waits, say
         self._told = set[PeerId]()
         self._used: dict[PeerId, int] = {}
         self._is_kept = True
         """Whether that is on disk."""
-        with contextlib.suppress(FileNotFoundError):
+        self._was_full = False
+        try:
             lines = (line.split() for line in path.read_text().splitlines())
             self._used = {PeerId(peer): int(number) for peer, number in lines}
+        except FileNotFoundError:
+            return
+        except ValueError as error:
+            raise StateError(
+                f"{path}, which names the passes that were used, is damaged: {error}",
+                fix="restore it from a backup; without it, peers that were forgotten come back by their old passes",
+            ) from error
 
     def admitted(self, known: Words, tokens: Mapping[PeerId, bytes]) -> Words:
         """The organiser's next roll, for those who bring a good pass by now; no words where there is nothing new.
@@ -103,9 +114,7 @@ class Doorkeeper:
         self._used |= used
         self._is_kept = self._is_kept and not used
         if not self._is_kept:
-            with contextlib.suppress(StorageFull):  # which is no reason for this node to end; it is tried again
-                write_whole(self._path, "".join(f"{peer} {number}\n" for peer, number in self._used.items()).encode())
-                self._is_kept = True
+            self._keep()
         wanted, room = sorted(new.keys() - used.keys()), MAX_VOUCHED - len(vouched)
         wanted, waiting = wanted[:room], wanted[room:]
         for peer in waiting:
@@ -113,6 +122,16 @@ class Doorkeeper:
                 self._waits(peer, sorted({*vouched} - tokens.keys()))
         self._told |= {*waiting}
         return roll(self._info, known, self._sealer, vouched=wanted) if wanted else Words()
+
+    def _keep(self) -> None:
+        """A full disk is no reason for this node to end: it is tried again."""
+        try:
+            write_whole(self._path, "".join(f"{peer} {number}\n" for peer, number in self._used.items()).encode())
+            self._is_kept, self._was_full = True, False
+        except StorageFull as error:
+            if not self._was_full:
+                self._say(f"{error}; until there is room, a restart of this node forgets which passes were used")
+            self._was_full = True
 
     def _new(self, known: Words, tokens: Mapping[PeerId, bytes]) -> dict[PeerId, int]:
         found = {}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.consensus.membership import MAX_VOUCHED
-from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.sync import passes
 from spes_p2p.sync.organiser_words import Words, roll
@@ -26,8 +26,8 @@ PREFIX = RUN.info.fingerprint[:16]
 check = RUN.keys.verify
 
 
-def keeper(folder: Path) -> Doorkeeper:
-    return Doorkeeper(RUN.info, check, KEY, folder / "passes", lambda peer, missing: None)
+def keeper(folder: Path, say: Callable[[str], None] = print) -> Doorkeeper:
+    return Doorkeeper(RUN.info, check, KEY, folder / "passes", lambda peer, missing: None, say)
 
 
 def a_pass(peer: PeerId = A, number: int = 7, sealer: KeySealer = KEY) -> bytes:
@@ -82,7 +82,8 @@ def test_a_full_disk_ends_no_node_and_a_used_pass_is_written_down_later(
     def write(*file: object) -> None:
         raise StorageFull("no room")
 
-    tokens, desk = {A: a_pass()}, keeper(tmp_path)
+    said = list[str]()
+    tokens, desk = {A: a_pass()}, keeper(tmp_path, said.append)
     admitted = desk.admitted(Words(), tokens)
     forgotten = admitted.merged(roll(RUN.info, admitted, KEY, forgotten=[A]))
     with monkeypatch.context() as full:
@@ -91,6 +92,14 @@ def test_a_full_disk_ends_no_node_and_a_used_pass_is_written_down_later(
         assert desk.admitted(forgotten, tokens) == Words()
     assert desk.admitted(forgotten, tokens) == Words()
     assert keeper(tmp_path).admitted(forgotten, tokens) == Words()
+    assert said == ["no room; until there is room, a restart of this node forgets which passes were used"]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"Qm 7 8\n", b"Qm seven\n"])
+def test_a_damaged_note_of_used_passes_is_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "passes").write_bytes(damage)
+    with pytest.raises(StateError, match=f"{tmp_path / 'passes'}, which names the passes that were used, is damaged"):
+        keeper(tmp_path)
 
 
 def test_it_is_not_used_up_as_long_as_another_roll_took_the_place_of_ours(tmp_path: Path) -> None:
@@ -108,7 +117,7 @@ def test_a_full_roll_takes_nobody_and_uses_no_pass(tmp_path: Path) -> None:
     names = [PeerId(f"{number:02}") for number in range(MAX_VOUCHED)]
     full = roll(RUN.info, Words(), KEY, vouched=names)
     told: list[tuple[PeerId, Sequence[PeerId]]] = []
-    desk = Doorkeeper(RUN.info, check, KEY, tmp_path / "passes", lambda *words: told.append(words))
+    desk = Doorkeeper(RUN.info, check, KEY, tmp_path / "passes", lambda *words: told.append(words), print)
     here = dict.fromkeys(names[2:], b"") | {A: a_pass()}
     for _ in range(2):
         assert desk.admitted(full, here) == Words()
