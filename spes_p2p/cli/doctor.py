@@ -90,7 +90,7 @@ def line_of(check: Check, colours: bool = False) -> str:
 
 def verdict(checks: list[Check], invitation: str | None = None, output: Path = PEER) -> str:
     """The doctor's closing line: whether this machine can train, and which checks failed."""
-    from spes_p2p.peer.herald import OWN_DATA
+    from spes_p2p.peer.herald import DATA_FLAG, OWN_DATA
 
     failed = [check.name for check in checks if check.level == "failure"]
     warned = sum(check.level == "warning" for check in checks)
@@ -100,6 +100,6 @@ def verdict(checks: list[Check], invitation: str | None = None, output: Path = P
     if any(check.name == "fit" for check in checks):
         command = in_folder(f"spes-p2p join {invitation or 'spes1...'}", output, PEER_FOLDER, "--output")
         if any(check.text == OWN_DATA for check in checks):
-            command += " --data DIR"
+            command += DATA_FLAG
         return f"\nthis machine can train in the run{hints}: {to_type(command)}"
     return f"\nnothing was found that keeps this machine from training{hints}"

@@ -100,6 +100,8 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
 
     `ids`: with the whole ids of all peers.
     """
+    from spes_p2p.peer.herald import DATA_FLAG
+
     lines = _ending(report)
     lines += [f"run {report.run_id}, fingerprint {report.fingerprint[:16]}"]
     if report.certificate:
@@ -128,7 +130,7 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
         shares = [f"{one.name} {one.sequences / total:.1%} (dataset {one.hash[:10]})" for one in report.mix]
         lines += ["", f"handed out so far: {', '.join(shares)}"]
     if report.invitation and not report.is_over:
-        lines += ["", f"others join with: spes-p2p join {report.invitation}"]
+        lines += ["", f"others join with: spes-p2p join {report.invitation}{DATA_FLAG if report.brings_data else ''}"]
     return "\n".join(lines)
 
 

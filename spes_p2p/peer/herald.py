@@ -35,6 +35,7 @@ def expected_coverage(config: Config) -> str | None:
     )
 
 
+DATA_FLAG = " --data DIR"
 OWN_DATA = "each peer trains on data of its own: it adds --data DIR to join, a folder that spes-p2p tokenize made"
 
 
@@ -57,10 +58,10 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[s
     return [*named, *(warning for warning in warnings if warning is not None), begins]
 
 
-def how_to_join(word: str, folder: Path, addresses: tuple[str, ...]) -> list[str]:
-    """The invitation, and what to know of the address in it."""
+def how_to_join(word: str, folder: Path, addresses: tuple[str, ...], brings_data: bool = False) -> list[str]:
+    """The invitation, and what to know of the address in it. `brings_data`: whether each peer has data of its own."""
     lines = [
-        f"volunteers join with:\n  spes-p2p join {word}",
+        f"volunteers join with:\n  spes-p2p join {word}{DATA_FLAG if brings_data else ''}",
         "once peers have joined, get an invitation that lists them too: "
         + to_type(in_folder("spes-p2p invite", folder, NODE_FOLDER)),
     ]
@@ -102,7 +103,7 @@ def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
     """What a volunteer types who has no invitation; loopback addresses only where there are no others."""
     nodes = [word for address in to_be_shown(addresses) for word in ("--initial-peers", address)]
     flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
-    return shlex.join(["spes-p2p", "join", *nodes, *flags])
+    return shlex.join(["spes-p2p", "join", *nodes, *flags]) + (DATA_FLAG if info.dataset == NO_HASH else "")
 
 
 def coverage(ownership: Ownership) -> str:

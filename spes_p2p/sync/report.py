@@ -20,7 +20,7 @@ from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
-from spes_p2p.ids import NOBODY, PeerId
+from spes_p2p.ids import NO_HASH, NOBODY, PeerId
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
 from spes_p2p.swarm.ports import Network, Transport
@@ -131,6 +131,8 @@ class RunReport:
     """Where histories part that are announced at the same time; the rest is of the one with the newest round."""
     last_round: int | None = None
     """With which the organiser ends the run; None where nobody says so."""
+    brings_data: bool = False
+    """Whether each peer trains on data of its own."""
     decay_steps: int = 0
     """Over which the learning rate falls; 0 until the organiser lets it."""
 
@@ -195,6 +197,7 @@ async def read_run(
         forks = await find_forks(transport, check, heads, commit, holders, rule)
         report = dataclasses.replace(report, forks=forks)
     if info is not None:
+        report = dataclasses.replace(report, brings_data=info.dataset == NO_HASH)
         with contextlib.suppress(NetworkError):
             report = dataclasses.replace(report, last_round=(await known_words(network, info)).last_round)
     if config is not None:

@@ -162,6 +162,7 @@ def test_a_run_that_is_over_invites_nobody() -> None:
     coming = replace(report, last_round=20)
     assert lines(coming)[0] == "the organiser ends the run with round 20"
     assert lines(coming)[-1] == "others join with: spes-p2p join spes1abc"
+    assert lines(replace(coming, brings_data=True))[-1] == "others join with: spes-p2p join spes1abc --data DIR"
 
 
 def test_whole_ids_are_shown_where_they_are_asked_for() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.consensus.membership import Member
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.peer.herald import (
     commit_lines,
     coverage,
@@ -15,6 +15,7 @@ from spes_p2p.peer.herald import (
     genesis_lines,
     how_to_join,
     introduction,
+    join_command,
     order_lines,
     router_warning,
 )
@@ -67,6 +68,13 @@ def test_an_address_that_only_this_network_reaches_is_said_to_be_one() -> None:
     public = "\n".join(how_to_join("spes1abc", Path("bootstrap-node"), (*home, "/ip4/8.8.8.8/tcp/1/p2p/Qm")))
     assert "private" not in public
     assert "--folder" not in public
+
+
+def test_who_has_to_bring_data_is_told_to_name_it() -> None:
+    assert "  spes-p2p join spes1abc --data DIR" in how_to_join("spes1abc", Path("node"), (), brings_data=True)[0]
+    local, leased = replace(RUN.info, dataset=NO_HASH), replace(RUN.info, dataset=sha256(b"some data"))
+    assert join_command((), local).endswith(" --data DIR")
+    assert "--data" not in join_command((), leased)
 
 
 def test_whom_to_vouch_for_is_a_command_for_this_nodes_folder() -> None:
