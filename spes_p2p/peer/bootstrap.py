@@ -264,7 +264,6 @@ class RunNode:
                 self._folder / WORDS_FILE,
             )  # fmt: skip
             ends.push_async_callback(watch.stop)
-            await watch.start()
             for line in introduction(self._config, self._info, self._chain.newest):
                 self._say(line)
             addresses, brings_data = network.transport.addresses, self._info.dataset == NO_HASH
@@ -274,6 +273,7 @@ class RunNode:
             metrics = measuring(port, host, self._info.run_id, self._me, self._look, self._say)
             await ends.enter_async_context(metrics)
             ready(join_command(network.transport.addresses, self._info))
+            await watch.start()  # after that: where few answer, a look at the DHT takes long
             await _first_failure(self._trouble, *self._chores(store))
 
     # ---------------------------------------------------------------- the disk

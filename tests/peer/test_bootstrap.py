@@ -16,6 +16,8 @@ from spes_p2p.peer.bootstrap import BootstrapOptions, _open, serve_until
 from spes_p2p.peer.contacts import ADDRESSES_FILE
 from spes_p2p.peer.options import NetworkOptions
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.sync.organiser_words import OrganiserWatch
+from tests.peer.real import SMALL
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -65,3 +67,22 @@ def test_a_disk_that_fails_is_an_error_with_its_file(tmp_path: Path, monkeypatch
     serving = serve_until(asyncio.Event(), BootstrapOptions(NetworkOptions(), tmp_path), print)
     with pytest.raises(StorageBroken, match=r"identity\.key cannot be read or written: Input/output error"):
         asyncio.run(serving)
+
+
+def test_a_node_gives_its_invitation_before_it_looks_for_what_the_organiser_has_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where few of a DHT's nodes answer, that takes ten seconds."""
+    said, invited, stop = list[str](), list[bool](), asyncio.Event()
+
+    async def look(watch: OrganiserWatch) -> None:
+        invited.append(any("volunteers join with" in line for line in said))
+        stop.set()
+
+    monkeypatch.setattr(OrganiserWatch, "start", look)
+    overrides = (*SMALL, "data.source=local")
+    options = BootstrapOptions(NetworkOptions((), (LOOPBACK,)), tmp_path, Path("tiny"), overrides=overrides)
+    with NetworkThread() as thread:
+        thread.run(serve_until(stop, options, said.append))
+    assert invited == [True]
+    assert any(line.endswith(" --data DIR") for line in said)
