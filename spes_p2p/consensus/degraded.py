@@ -174,8 +174,10 @@ class Degraded(Part):
         return changed
 
     def _is_wanting(self, now: float) -> bool:
-        """Whether others have what is to be staged here, or are further than we are."""
+        """Whether others have what is to be staged here, or are further than we are, or what we build fails."""
         target = self._proposals.target()
+        if target is None and self._state.round.failed_builds > 1:
+            return True
         name = manifest_hash(target.manifest) if target is not None else NO_HASH
         is_here = target is None or name in self._state.round.verified
         return self._others.ahead_since is not None or (not is_here and self._proposals.can_be_had(name, now))

@@ -75,7 +75,7 @@ def take(event: on.Event, parts: Parts, now: float) -> bool:
         case on.StagingFailed(key):
             parts.staging.staging_failed(key, now)
         case on.SlicesLost(keys):
-            parts.staging.unstaged(keys)
+            parts.staging.unstaged(keys, now)
         case on.StateBuilt(build, wire_root, state_root, merge):
             parts.reducing.built(build, Outcome(build.roster, build.slices, wire_root, state_root, merge), now)
         case on.StateVerified(manifest):

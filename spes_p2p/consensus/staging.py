@@ -138,9 +138,9 @@ class Staging(Part):
         wanted = self.missing().get(key)
         if wanted is not None and wanted.hashes == hashes:
             self._others.withholding_peers.discard(wanted.first)
-        self._liveness.failing_since = None
         self.stage(key, hashes, now)
-        self._note_progress(now)
+        if self._note_progress(now):
+            self._liveness.failing_since = None
 
     def bytes_moved(self, now: float) -> None:
         """Some of what is fetched has come."""
@@ -149,8 +149,9 @@ class Staging(Part):
 
     def _note_progress(self, now: float) -> bool:
         """Whether it is any: what did not come out even from fresh tiles could be fetched for ever."""
-        target = self._proposals.target()
-        is_new = target is None or self._state.round.unfit.get(manifest_hash(target.manifest), 0) <= 1
+        target, current = self._proposals.target(), self._state.round
+        in_vain = current.failed_builds if target is None else current.unfit.get(manifest_hash(target.manifest), 0)
+        is_new = in_vain <= 1
         if is_new:
             self._state.note_progress(now)
         return is_new
@@ -186,11 +187,14 @@ class Staging(Part):
             else:
                 self._note_empty_report(index, report)
 
-    def unstaged(self, keys: Iterable[Key]) -> None:
+    def unstaged(self, keys: Iterable[Key], now: float) -> None:
         """These slices are not on disk any more and nobody gave them: they are fetched, or done, again."""
         current = self._state.round
         for key in keys:
             current.staged.pop(key, None)
+        if current.building is not None:
+            current.failed_builds += 1
+            self._liveness.failed(now)
         if any(piece.key not in current.staged for column in current.trying for piece in column.pieces):
             current.trying = ()
         current.building = current.outcome = None

@@ -240,6 +240,7 @@ class RoundState:
     tried: set[Hash] = field(default_factory=set)
     harmful: set[Hash] = field(default_factory=set)
     building: Build | None = None
+    failed_builds: int = 0
     outcome: tuple[Build, Outcome] | None = None
     contents: dict[Hash, Content] = field(default_factory=dict)
     refused: set[Hash] = field(default_factory=set)

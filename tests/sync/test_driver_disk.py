@@ -19,7 +19,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
+from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull, TileDamaged
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.wire import pack
@@ -111,6 +111,21 @@ def test_who_has_no_room_for_long_is_waited_for_no_longer_than_who_is_gone(folde
         check_agreement(swarm)
 
     in_swarm(folder, play, small_config(peers=2))
+
+
+def test_a_leader_whose_state_cannot_be_read_does_not_lead_for_ever(folder: Path) -> None:
+    """What it fetches again and again, to build from it in vain, is no progress."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abc")
+        await swarm.until_round(2)
+        other, broken = peer(swarm, "a"), peer(swarm, "b")
+        with raising(broken.driver._candidate, "compute", TileDamaged):
+            await until(lambda: other.round > 12)
+        await until(counts(swarm, "b"))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
 
 
 def test_the_last_that_is_left_has_no_room_for_what_it_has_just_certified(
