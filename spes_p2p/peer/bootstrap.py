@@ -264,10 +264,9 @@ class RunNode:
                 self._folder / WORDS_FILE,
             )  # fmt: skip
             ends.push_async_callback(watch.stop)
-            for line in introduction(self._config, self._info, self._chain.newest):
-                self._say(line)
+            lines = introduction(self._config, self._info, self._chain.newest)
             addresses, brings_data = network.transport.addresses, self._info.dataset == NO_HASH
-            for line in how_to_join(self._contacts.word, options.folder, addresses, brings_data):
+            for line in [*lines, *how_to_join(self._contacts.word, options.folder, addresses, brings_data)]:
                 self._say(line)
             port, host = options.metrics_port, options.metrics_host
             metrics = measuring(port, host, self._info.run_id, self._me, self._look, self._say)
