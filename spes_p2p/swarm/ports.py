@@ -121,8 +121,8 @@ class Transport(Protocol):
         `patient` says that others may go first: on both sides it gets few streams, and little of a limited rate.
 
         `timeout_seconds` is the longest pause between two chunks, not the whole transfer. The stream carries its length
-        and a checksum; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger
-        than `max_bytes` is refused (RemoteProtocolError) before it is read.
+        and a checksum; a cut stream is resumed at its offset, and PeerClosed is raised where that brings nothing a few
+        times. A Blob larger than `max_bytes` is refused (RemoteProtocolError) before it is read.
         """
 
     async def check_refused(self, peer: PeerId) -> bool:

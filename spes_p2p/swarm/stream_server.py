@@ -1,7 +1,8 @@
 """The serving side of the fetch protocol (see `streams`): how many streams at once, who waits, who is refused.
 
-Strangers, who are no members of the run, share a few places, so that members always find some. Leaves out where blobs
-come from (a Handler), who is a member, and what carries the bytes (a ByteStream).
+Strangers, who are no members of the run, share a few places, so that members always find some. Who reads slowly gives
+its place up while others wait for one. Leaves out where blobs come from (a Handler), who is a member, and what carries
+the bytes (a ByteStream).
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ from spes_p2p.swarm.streams import (
 
 KEEPALIVE_SECONDS = 1.0
 STREAMS = DoorLimits(Rate(200.0, 2000.0), Rate(50.0, 500.0), Rate(200.0, 2000.0))
-_CHECKED_PER_TURN = 16
+TURN_SECONDS = 20.0
+LEAST_BYTES_PER_SECOND = 32 * 2**10
+"""A stream has its place for TURN_SECONDS, and longer while it takes its bytes at this rate. After that it is cut as
+soon as another asker waits, and can go on at its offset when it is its turn again."""
+_CHECKED_AT_ONCE = 16
 _NO_WORDS = 2
 """If more than this many times the allowed number of streams are open, a new one is closed without being read."""
 T = TypeVar("T")
@@ -78,14 +83,87 @@ class StreamLimits:
 DEFAULT_LIMITS = StreamLimits()
 
 
-class _Places:
-    """What the askers of one kind, members or strangers, share."""
+@dataclass(eq=False)
+class _Turn:
+    """A stream that is being sent; `limit` ends it."""
 
-    def __init__(self, streams: int, waiting: int, patient: int) -> None:
-        self.slots = asyncio.Semaphore(streams)
-        self.patient_slots = asyncio.Semaphore(patient)
+    caller: PeerId
+    patient: bool
+    limit: asyncio.Timeout
+    since: float
+    sent: int = 0
+
+    def is_over(self, now: float) -> bool:
+        return now - self.since > TURN_SECONDS + self.sent / LEAST_BYTES_PER_SECOND
+
+
+class _Places:
+    """So many streams at once, so many of them patient, and more may wait.
+
+    The next free place is for the asker that has fewest, and for who came first among these.
+    """
+
+    def __init__(self, streams: int, patient: int, waiting: int = 0) -> None:
         self.room = streams + waiting
         self.open = 0
+        self._free, self._patient_free = streams, patient
+        self._held: Counter[PeerId] = Counter()
+        self._waiting: dict[asyncio.Future[None], tuple[PeerId, bool]] = {}
+        self._turns: dict[_Turn, None] = {}
+
+    async def acquire(self, caller: PeerId, patient: bool) -> None:
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[granted] = caller, patient
+        self._let_in()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            self._waiting.pop(granted, None)
+            if not granted.cancelled():
+                self.release(caller, patient)
+            raise
+
+    def release(self, caller: PeerId, patient: bool) -> None:
+        self._free += 1
+        self._patient_free += patient
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._free:
+            able = [one for one, (_, patient) in self._waiting.items() if self._patient_free or not patient]
+            if not able:
+                return
+            granted = min(able, key=lambda one: self._held[self._waiting[one][0]])
+            caller, patient = self._waiting.pop(granted)
+            if not granted.cancelled():
+                self._free -= 1
+                self._patient_free -= patient
+                self._held[caller] += 1
+                granted.set_result(None)
+
+    @asynccontextmanager
+    async def turn(self, caller: PeerId, patient: bool) -> AsyncIterator[_Turn]:
+        """Around sending a blob. Raises TimeoutError where another took the place."""
+        async with asyncio.timeout(None) as limit:
+            turn = _Turn(caller, patient, limit, asyncio.get_running_loop().time())
+            self._turns[turn] = None
+            try:
+                yield turn
+            finally:
+                self._turns.pop(turn, None)
+
+    def end_turn(self, caller: PeerId, patient: bool) -> bool:
+        """Ends a turn of another asker that is over, if there is one, so that `caller` finds a place."""
+        now, any_will_do = asyncio.get_running_loop().time(), self._patient_free or not patient
+        for turn in self._turns:
+            if turn.caller != caller and (turn.patient or any_will_do) and turn.is_over(now):
+                del self._turns[turn]
+                turn.limit.reschedule(now)
+                return True
+        return False
 
 
 class StreamServer:
@@ -105,10 +183,10 @@ class StreamServer:
         self._handler, self._traffic, self._limits, self._me = handler, traffic, limits, me
         self._is_member = is_member
         self._door = Door(STREAMS, is_member)
-        self._slots = asyncio.Semaphore(limits.max_streams)
-        self._members = _Places(limits.max_streams, limits.max_waiting, limits.max_patient)
-        self._strangers = _Places(limits.max_strangers, limits.max_strangers_waiting, limits.max_patient)
-        self._peer_slots: dict[PeerId, asyncio.Semaphore] = {}
+        self._all = _Places(limits.max_streams, limits.max_streams)
+        self._members = _Places(limits.max_streams, limits.max_patient, limits.max_waiting)
+        self._strangers = _Places(limits.max_strangers, limits.max_patient, limits.max_strangers_waiting)
+        self._of_peer: dict[PeerId, _Places] = {}
         self._open: Counter[PeerId] = Counter()
         self.lost = 0
         """Streams that ended before the asker had everything."""
@@ -131,7 +209,7 @@ class StreamServer:
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
-                self._peer_slots.pop(caller, None)
+                self._of_peer.pop(caller, None)
 
     async def _serve(self, caller: PeerId, stream: ByteStream, places: _Places, has_place: bool) -> None:
         kind, body = await self._in_time(read_frame(stream, MAX_REQUEST_BYTES + FRAME_SLACK))
@@ -146,7 +224,8 @@ class StreamServer:
                     blob = await self._found(caller, stream, request)
                     if not request.patient:
                         measured.enter_context(self._traffic.meter.sending())
-                    await self._send(caller, stream, request, blob)
+                    async with places.turn(caller, request.patient) as turn:
+                        await self._send(turn, stream, request, blob)
             except RemoteProtocolError as error:
                 await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
             await self._in_time(stream.read(1))  # the asker closes when it has everything
@@ -178,14 +257,14 @@ class StreamServer:
             )
         return blob
 
-    async def _send(self, caller: PeerId, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
+    async def _send(self, turn: _Turn, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
         data = memoryview(blob.data).cast("B")
         head = wire.pack(BlobHead(data.nbytes, blob.header))
         checksum = zlib.crc32(head)
         await self._in_time(write_frame(stream, BLOB, head))
         for start in range(0, request.offset, CHUNK_BYTES):  # what the asker has already
             checksum = zlib.crc32(data[start : min(start + CHUNK_BYTES, request.offset)], checksum)
-            if start // CHUNK_BYTES % _CHECKED_PER_TURN == 0:
+            if start // CHUNK_BYTES % _CHECKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         upload, size = self._traffic.upload, self._traffic.upload.piece_bytes
         for start in range(request.offset, data.nbytes, size):
@@ -193,42 +272,58 @@ class StreamServer:
             checksum = zlib.crc32(chunk, checksum)
             await upload.take(chunk.nbytes, not request.patient)
             await self._in_time(stream.write(chunk))
+            turn.sent += chunk.nbytes
             self._traffic.sent += chunk.nbytes
             self._traffic.meter.sent(chunk.nbytes)
             if blob.on_sent is not None:
                 blob.on_sent(chunk.nbytes)
             sent = start + chunk.nbytes
-            reached(failpoints.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
+            reached(failpoints.STREAM, peer=self._me, to=turn.caller, request=request.body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(checksum_bytes(checksum)))
 
     @asynccontextmanager
     async def _slot(self, caller: PeerId, stream: ByteStream, places: _Places, patient: bool) -> AsyncIterator[None]:
-        mine = self._peer_slots.setdefault(caller, asyncio.Semaphore(self._limits.max_streams_per_peer))
+        most = self._limits.max_streams_per_peer
+        mine = self._of_peer.setdefault(caller, _Places(most, most))
         # the shared ones last: strangers wait for their own places without being in the way of members
-        order = (mine, *((places.patient_slots,) if patient else ()), places.slots, self._slots)
+        order: tuple[tuple[_Places, Callable[[], object]], ...] = (
+            (mine, lambda: None),
+            (places, lambda: places.end_turn(caller, patient)),
+            (self._all, lambda: self._end_any_turn(caller, places)),
+        )
         async with AsyncExitStack() as held:
-            for slots in order:
-                await held.enter_async_context(self._acquired(slots, stream))
+            for shared, make_room in order:
+                await held.enter_async_context(self._acquired(shared, caller, patient, stream, make_room))
             yield
+
+    def _end_any_turn(self, caller: PeerId, places: _Places) -> None:
+        """All streams are taken. A stranger's goes first; for a stranger no member's goes."""
+        if not self._strangers.end_turn(caller, False) and places is self._members:
+            self._members.end_turn(caller, False)
 
     @asynccontextmanager
-    async def _acquired(self, slots: asyncio.Semaphore, stream: ByteStream) -> AsyncIterator[None]:
-        """Holds one of `slots`; tells the asker while it waits for it."""
-        turn = asyncio.ensure_future(slots.acquire())
+    async def _acquired(
+        self, places: _Places, caller: PeerId, patient: bool, stream: ByteStream, make_room: Callable[[], object]
+    ) -> AsyncIterator[None]:
+        """Holds one of `places`; tells the asker while it waits for it."""
+        granted = asyncio.ensure_future(places.acquire(caller, patient))
         try:
-            await self._keep_waiting(turn, stream)
+            await self._keep_waiting(granted, stream, make_room)
             yield
         finally:
-            if turn.done() and not turn.cancelled():
-                slots.release()
+            if granted.done() and not granted.cancelled():
+                places.release(caller, patient)
             else:
-                turn.cancel()
+                granted.cancel()
 
-    async def _keep_waiting(self, turn: asyncio.Future[Any], stream: ByteStream) -> None:
+    async def _keep_waiting(
+        self, turn: asyncio.Future[Any], stream: ByteStream, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         """Until `turn` is done; its exception stays in it."""
         while not turn.done():
             await asyncio.wait((turn,), timeout=KEEPALIVE_SECONDS)
             if not turn.done():
+                meanwhile()
                 await self._in_time(write_frame(stream, WAIT))
 
     async def _in_time(self, step: Awaitable[T]) -> T:

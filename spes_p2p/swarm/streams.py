@@ -33,6 +33,8 @@ from spes_p2p.swarm.pacing import Pacer
 MAX_REQUEST_BYTES = 64 * 2**10
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_RESUMES = 4
+RESUMED_BYTES = 4 * 2**10
+"""A stream that brought so much before it was cut is no failure: who serves many cuts it for the others' sake."""
 _RESUME_PAUSE_SECONDS = 0.05
 CHECKSUM_BYTES = 4
 REQUEST, WAIT, REFUSED, BLOB = b"Q", b"W", b"N", b"B"
@@ -199,26 +201,29 @@ async def fetch_stream(
 ) -> tuple[bytes, memoryview]:
     """(header, data) of the blob of `peer` that `request` names.
 
-    Opens a stream, and another one at the offset reached when it is cut, at most MAX_RESUMES times. Raises PeerClosed,
-    PeerSilent (no byte for `timeout_seconds`), RemoteProtocolError (refused, too large, wrong hash) and what
-    `open_stream` raises. Nothing is copied: the bytes lie where they came from the stream.
+    Opens a stream, and another one at the offset reached when it is cut, at most MAX_RESUMES times one after the other
+    that bring next to nothing. Raises PeerClosed, PeerSilent (no byte for `timeout_seconds`), RemoteProtocolError
+    (refused, too large, wrong hash) and what `open_stream` raises. Nothing is copied: the bytes lie where they came
+    from the stream.
     """
     if len(request) > MAX_REQUEST_BYTES:
         raise LocalProtocolError(
             f"a fetch request has {len(request)} bytes, but at most {MAX_REQUEST_BYTES} are allowed"
         )
     download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient)
-    for attempt in range(MAX_RESUMES + 1):
+    failures = 0
+    while True:
+        before = download.received
         stream = await open_stream()
         try:
             return await download.run(stream)
         except PeerClosed:
-            if attempt == MAX_RESUMES:
+            failures = 0 if download.received - before >= RESUMED_BYTES else failures + 1
+            if failures > MAX_RESUMES:
                 raise
         finally:
             stream.close()
-        await asyncio.sleep(_RESUME_PAUSE_SECONDS * 2**attempt)
-    raise AssertionError("unreachable")
+        await asyncio.sleep(_RESUME_PAUSE_SECONDS * 2**failures)
 
 
 class _Download:
@@ -234,19 +239,19 @@ class _Download:
         self._head: BlobHead | None = None
         self._checksum = 0
         self._data = memoryview(b"")
-        self._received = 0
+        self.received = 0
 
     async def run(self, stream: ByteStream) -> tuple[bytes, memoryview]:
-        ask = FetchRequest(self._received, self._max_bytes, self._request, self._patient)
+        ask = FetchRequest(self.received, self._max_bytes, self._request, self._patient)
         await self._in_time(write_frame(stream, REQUEST, wire.pack(ask)))
         head = self._accept(await self._read_head(stream))
-        while self._received < head.total_bytes:
-            room = self._data[self._received : self._received + self._traffic.download.piece_bytes]
+        while self.received < head.total_bytes:
+            room = self._data[self.received : self.received + self._traffic.download.piece_bytes]
             count = await self._in_time(stream.read_into(room))
             if not count:
-                raise PeerClosed(f"{self._name} cut the stream after {self._received} of {head.total_bytes} bytes")
+                raise PeerClosed(f"{self._name} cut the stream after {self.received} of {head.total_bytes} bytes")
             self._checksum = zlib.crc32(room[:count], self._checksum)
-            self._received += count
+            self.received += count
             self._traffic.received += count
             self._traffic.patient_received += count if self._patient else 0
             await self._traffic.download.take(count, not self._patient)
@@ -283,7 +288,7 @@ class _Download:
                 return await step
         except TimeoutError as error:
             raise PeerSilent(
-                f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self._received} bytes"
+                f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self.received} bytes"
             ) from error
 
 

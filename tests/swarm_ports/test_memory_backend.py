@@ -255,6 +255,47 @@ def test_strangers_leave_places_to_members_however_many_they_are() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("are_members", [False, True])
+def test_slow_readers_give_their_places_up_to_who_waits_and_still_get_everything(are_members: bool) -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        other, server, echo = await pair(network)
+        await server.transport.serve(echo, lambda peer: are_members or peer == A)
+        slow = [network.peer(f"slow {number}") for number in range(4)]
+        for peer in slow:
+            network.set_link(B, peer.peer_id, LinkShape(bytes_per_second=60_000.0))
+        slow_fetches = [
+            asyncio.create_task(peer.transport.fetch(B, b"x", 60.0, 2**22, patient))
+            for peer in slow
+            for patient in [False] * 4 + [True] * 4
+        ]
+        await asyncio.sleep(1.0)
+        newcomer = other if are_members else network.peer("newcomer")
+        for patient in (False, True):
+            began = now()
+            assert whole(await newcomer.transport.fetch(B, b"x", 5.0, 2**22, patient)) == (b"head", DATA)
+            assert now() - began < 120.0  # each of the slow ones needs 280 s
+        assert {whole(answer) for answer in await asyncio.gather(*slow_fetches)} == {(b"head", DATA)}
+        assert server.transport._server is not None
+        assert server.transport._server.lost > 0
+        assert sum(peer.transport.traffic.received for peer in slow) == len(slow_fetches) * len(DATA)
+
+    run(test)
+
+
+def test_who_reads_slowly_keeps_its_place_while_nobody_else_wants_it() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        network.set_link(B, None, LinkShape(bytes_per_second=60_000.0))
+        one, server, _ = await pair(network)
+        fetches = [one.transport.fetch(B, b"x", 60.0, 2**22) for _ in range(12)]
+        assert {whole(answer) for answer in await asyncio.gather(*fetches)} == {(b"head", DATA)}
+        assert server.transport._server is not None
+        assert server.transport._server.lost == 0
+
+    run(test)
+
+
 def test_one_asker_has_so_many_streams_open_and_the_others_are_served() -> None:
     async def test() -> None:
         network = MemoryNetwork()

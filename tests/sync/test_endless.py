@@ -43,7 +43,8 @@ class Liar:
             await write_frame(stream, REFUSED, str(error).encode())
             return
         if not self.is_lying or kind_of(unpack_request(request.body)) != self.kind:
-            await server._send(caller, stream, request, blob)
+            async with server._members.turn(caller, request.patient) as turn:
+                await server._send(turn, stream, request, blob)
             await stream.read(1)
         elif self.trickles:
             await self._trickle(stream, blob)
