@@ -48,6 +48,9 @@ LEAST_BYTES_PER_SECOND = 32 * 2**10
 """A stream has its place for TURN_SECONDS, and longer while it takes its bytes at this rate. After that it is cut as
 soon as another asker waits, and can go on at its offset when it is its turn again."""
 _CHECKED_AT_ONCE = 16
+_PARTING_SECONDS = 1.0
+"""Who is pushed out of the line has so long to take that in: nobody counts its stream any more."""
+_TOO_MANY = "too many streams are waiting, or came in too short a time"
 _NO_WORDS = 2
 """If more than this many times the allowed number of streams are open, a new one is closed without being read."""
 T = TypeVar("T")
@@ -84,17 +87,22 @@ DEFAULT_LIMITS = StreamLimits()
 
 
 @dataclass(eq=False)
-class _Turn:
-    """A stream that is being sent; `limit` ends it."""
+class _Asked:
+    """One open stream; `limit` ends it. `since`: when its turn began, None while it is not being sent anything.
+
+    `has_place`: it waits or is served, else it is refused; `is_pushed_out`: another asker has taken its place in line.
+    """
 
     caller: PeerId
-    patient: bool
     limit: asyncio.Timeout
-    since: float
+    has_place: bool
+    patient: bool = False
+    since: float | None = None
     sent: int = 0
+    is_pushed_out: bool = False
 
-    def is_over(self, now: float) -> bool:
-        return now - self.since > TURN_SECONDS + self.sent / LEAST_BYTES_PER_SECOND
+    def is_turn_over(self, now: float) -> bool:
+        return self.since is not None and now - self.since > TURN_SECONDS + self.sent / LEAST_BYTES_PER_SECOND
 
 
 class _Places:
@@ -104,12 +112,37 @@ class _Places:
     """
 
     def __init__(self, streams: int, patient: int, waiting: int = 0) -> None:
-        self.room = streams + waiting
-        self.open = 0
+        self._room = streams + waiting
+        self._open: dict[_Asked, None] = {}
         self._free, self._patient_free = streams, patient
         self._held: Counter[PeerId] = Counter()
         self._waiting: dict[asyncio.Future[None], tuple[PeerId, bool]] = {}
-        self._turns: dict[_Turn, None] = {}
+
+    @property
+    def crowd(self) -> float:
+        """Open streams over how many there may be."""
+        return len(self._open) / self._room
+
+    @asynccontextmanager
+    async def opened(
+        self, caller: PeerId, has_place: bool, refuse: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[_Asked]:
+        """Around one open stream. Raises TimeoutError where it was ended for another asker's sake.
+
+        `refuse` is called where it was pushed out.
+        """
+        limit = asyncio.timeout(None)
+        asked = _Asked(caller, limit, has_place)
+        self._open[asked] = None
+        try:
+            async with limit:
+                yield asked
+        except TimeoutError:
+            if asked.is_pushed_out:
+                await refuse()
+            raise
+        finally:
+            self._open.pop(asked, None)
 
     async def acquire(self, caller: PeerId, patient: bool) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -144,26 +177,35 @@ class _Places:
                 self._held[caller] += 1
                 granted.set_result(None)
 
-    @asynccontextmanager
-    async def turn(self, caller: PeerId, patient: bool) -> AsyncIterator[_Turn]:
-        """Around sending a blob. Raises TimeoutError where another took the place."""
-        async with asyncio.timeout(None) as limit:
-            turn = _Turn(caller, patient, limit, asyncio.get_running_loop().time())
-            self._turns[turn] = None
-            try:
-                yield turn
-            finally:
-                self._turns.pop(turn, None)
-
     def end_turn(self, caller: PeerId, patient: bool) -> bool:
         """Ends a turn of another asker that is over, if there is one, so that `caller` finds a place."""
         now, any_will_do = asyncio.get_running_loop().time(), self._patient_free or not patient
-        for turn in self._turns:
-            if turn.caller != caller and (turn.patient or any_will_do) and turn.is_over(now):
-                del self._turns[turn]
-                turn.limit.reschedule(now)
+        for asked in self._open:
+            if asked.caller != caller and (asked.patient or any_will_do) and asked.is_turn_over(now):
+                self._end(asked)
                 return True
         return False
+
+    def has_room_for(self, caller: PeerId) -> bool:
+        """Whether one more may wait. Where the line is full, the newest stream goes of who has most waiting there, if
+        `caller` has fewer.
+        """
+        taken = [asked for asked in self._open if asked.has_place]
+        if len(taken) < self._room:
+            return True
+        waiting = [asked for asked in taken if asked.since is None]
+        counts = Counter(asked.caller for asked in waiting)
+        most = max(counts.values(), default=0)
+        if most <= counts[caller] + 1:
+            return False
+        last = next(asked for asked in reversed(waiting) if counts[asked.caller] == most)
+        last.is_pushed_out = True
+        self._end(last)
+        return True
+
+    def _end(self, asked: _Asked) -> None:
+        del self._open[asked]
+        asked.limit.reschedule(asyncio.get_running_loop().time())
 
 
 class StreamServer:
@@ -194,41 +236,52 @@ class StreamServer:
     async def serve(self, caller: PeerId, stream: ByteStream) -> None:
         """Serves one stream to its end; never raises because of what the other side does."""
         places = self._members if self._is_member(caller) else self._strangers
-        crowd = max(self._open[caller] / self._limits.max_open_per_peer, places.open / places.room)
+        crowd = self._open[caller] / self._limits.max_open_per_peer
+        has_place = crowd < 1 and self._door.admits(caller) and places.has_room_for(caller)
+        if not has_place:
+            crowd = max(crowd, places.crowd)
         self._open[caller] += 1
-        places.open += 1
         try:
-            if crowd < _NO_WORDS:
-                await self._serve(caller, stream, places, self._door.admits(caller) and crowd < 1)
+            async with places.opened(caller, has_place, lambda: self._push_off(stream)) as asked:
+                if crowd < _NO_WORDS:
+                    await self._serve(asked, stream, places)
         except (NetworkError, RemoteProtocolError, TimeoutError) as error:
             self.lost += 1
             logger.debug("a stream to %s ended early: %s", caller, error)
         finally:
             stream.close()
-            places.open -= 1
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
                 self._of_peer.pop(caller, None)
 
-    async def _serve(self, caller: PeerId, stream: ByteStream, places: _Places, has_place: bool) -> None:
+    async def _serve(self, asked: _Asked, stream: ByteStream, places: _Places) -> None:
         kind, body = await self._in_time(read_frame(stream, MAX_REQUEST_BYTES + FRAME_SLACK))
         with contextlib.ExitStack() as measured:
             try:
                 if kind != REQUEST:
                     raise RemoteProtocolError(f"got a frame of kind {kind!r} where a request was expected")
                 request = wire.unpack(FetchRequest, body)
-                if not has_place:
-                    raise RemoteProtocolError("too many streams are waiting, or came in too short a time")
-                async with self._slot(caller, stream, places, request.patient):
-                    blob = await self._found(caller, stream, request)
+                if not asked.has_place:
+                    raise RemoteProtocolError(_TOO_MANY)
+                async with self._slot(asked.caller, stream, places, request.patient):
+                    blob = await self._found(asked.caller, stream, request)
                     if not request.patient:
                         measured.enter_context(self._traffic.meter.sending())
-                    async with places.turn(caller, request.patient) as turn:
-                        await self._send(turn, stream, request, blob)
+                    asked.patient, asked.since = request.patient, asyncio.get_running_loop().time()
+                    await self._send(asked, stream, request, blob)
+                    asked.since = None
             except RemoteProtocolError as error:
-                await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
+                await self._refuse(stream, str(error))
             await self._in_time(stream.read(1))  # the asker closes when it has everything
+
+    async def _refuse(self, stream: ByteStream, words: str) -> None:
+        await self._in_time(write_frame(stream, REFUSED, words.encode()[:MAX_WORDS]))
+
+    async def _push_off(self, stream: ByteStream) -> None:
+        async with asyncio.timeout(_PARTING_SECONDS):
+            await self._refuse(stream, _TOO_MANY)
+            await stream.read(1)
 
     async def _found(self, caller: PeerId, stream: ByteStream, request: FetchRequest) -> Blob:
         """The blob for a request. Sends WAIT frames while it is made, since some must be read or encoded first."""
@@ -257,7 +310,7 @@ class StreamServer:
             )
         return blob
 
-    async def _send(self, turn: _Turn, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
+    async def _send(self, asked: _Asked, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
         data = memoryview(blob.data).cast("B")
         head = wire.pack(BlobHead(data.nbytes, blob.header))
         checksum = zlib.crc32(head)
@@ -272,13 +325,14 @@ class StreamServer:
             checksum = zlib.crc32(chunk, checksum)
             await upload.take(chunk.nbytes, not request.patient)
             await self._in_time(stream.write(chunk))
-            turn.sent += chunk.nbytes
+            asked.sent += chunk.nbytes
             self._traffic.sent += chunk.nbytes
             self._traffic.meter.sent(chunk.nbytes)
             if blob.on_sent is not None:
                 blob.on_sent(chunk.nbytes)
             sent = start + chunk.nbytes
-            reached(failpoints.STREAM, peer=self._me, to=turn.caller, request=request.body, sent=sent, size=data.nbytes)
+            to, body = asked.caller, request.body
+            reached(failpoints.STREAM, peer=self._me, to=to, request=body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(checksum_bytes(checksum)))
 
     @asynccontextmanager

@@ -243,7 +243,7 @@ def test_strangers_leave_places_to_members_however_many_they_are() -> None:
         assert echo.serving == server.transport._limits.max_strangers
         began = now()
         with pytest.raises(RemoteProtocolError, match="too many streams are waiting"):
-            await network.peer("late").transport.fetch(B, b"x", 5.0, 2**22)
+            await crowd[-1].transport.fetch(B, b"x", 5.0, 2**22)  # it has as many as the others by now
         assert now() - began < 0.2  # at once
         echo.pause_seconds = 0.0
         for patient in (False, True):
@@ -279,6 +279,34 @@ def test_slow_readers_give_their_places_up_to_who_waits_and_still_get_everything
         assert server.transport._server is not None
         assert server.transport._server.lost > 0
         assert sum(peer.transport.traffic.received for peer in slow) == len(slow_fetches) * len(DATA)
+
+    run(test)
+
+
+@pytest.mark.parametrize("are_members", [False, True])
+def test_a_few_askers_that_fill_the_line_keep_nobody_out(are_members: bool) -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        newcomer, server, echo = await pair(network)
+        await server.transport.serve(echo, lambda peer: are_members)
+        echo.pause_seconds = 10.0
+        greedy = [network.peer(f"greedy {number}") for number in range(5 if are_members else 3)]
+
+        async def insist(peer: MemoryPeer) -> None:
+            while True:
+                await quietly(peer.transport.fetch(B, b"x", 60.0, 2**22))
+                await asyncio.sleep(5.0)
+
+        for peer in greedy:
+            for _ in range(server.transport._limits.max_open_per_peer):
+                peer.spawn(insist(peer))
+        await asyncio.sleep(15.0)
+        began = now()
+        answers = await asyncio.gather(*(newcomer.transport.fetch(B, b"x", 60.0, 2**22) for _ in range(4)))
+        assert {whole(answer) for answer in answers} == {(b"head", DATA)}
+        assert now() - began < 60.0
+        for peer in greedy:
+            peer.stop()
 
     run(test)
 

@@ -34,17 +34,16 @@ class Liar:
     def __init__(self, kind: str, trickles: bool) -> None:
         self.kind, self.trickles, self.is_lying = kind, trickles, True
 
-    async def serve(self, server: StreamServer, caller: PeerId, stream: ByteStream) -> None:
+    async def serve(self, server: StreamServer, asked: Any, stream: ByteStream) -> None:
         _, body = await read_frame(stream, 2**20)
         request = wire.unpack(FetchRequest, body)
         try:
-            blob = await server._find(caller, request)
+            blob = await server._find(asked.caller, request)
         except RemoteProtocolError as error:
             await write_frame(stream, REFUSED, str(error).encode())
             return
         if not self.is_lying or kind_of(unpack_request(request.body)) != self.kind:
-            async with server._members.turn(caller, request.patient) as turn:
-                await server._send(turn, stream, request, blob)
+            await server._send(asked, stream, request, blob)
             await stream.read(1)
         elif self.trickles:
             await self._trickle(stream, blob)
@@ -64,11 +63,11 @@ class Liar:
 def lie(patch: pytest.MonkeyPatch, liar: Liar) -> None:
     real = StreamServer._serve
 
-    async def serve(server: StreamServer, caller: PeerId, stream: ByteStream, *places: Any) -> None:
+    async def serve(server: StreamServer, asked: Any, stream: ByteStream, *places: Any) -> None:
         if server._me != LIAR:
-            await real(server, caller, stream, *places)
+            await real(server, asked, stream, *places)
         else:
-            await liar.serve(server, caller, stream)
+            await liar.serve(server, asked, stream)
 
     patch.setattr(stream_server.StreamServer, "_serve", serve)
 
