@@ -133,6 +133,7 @@ class Degraded(Part):
             self._state.degraded_set = heard
         if heard and (lost := self._state.round.decided) is not None:
             self._state.round.decided = None
+            self._state.round.given_up.add(lost.certificate.manifest)
             self._state.round.failed.clear()
             self._state.notify(
                 "lost",

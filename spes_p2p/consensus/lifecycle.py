@@ -98,7 +98,7 @@ class Lifecycle(Part):
         if current.first_closed_at is not None:
             current.first_closed_at += asleep
         current.plan_at += asleep
-        current.progress_at = current.reachable_at = now
+        current.progress_at = current.reachable_at = current.held_at = now
         current.seen = dict.fromkeys(current.seen, now)
 
     def disk_full(self, durable: VoteRecord, now: float) -> None:

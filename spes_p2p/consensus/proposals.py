@@ -125,14 +125,20 @@ class Proposals(Part):
 
     def can_be_had(self, name: Hash, now: float) -> bool:
         """Whether the state of a certified child is here, or somebody who is heard has it."""
-        if name in self._state.round.verified or name in self._state.record.pinned:
-            return True  # what we voted for is on our disk
+        if self._is_held(name, now):
+            return True
+        if name in self._state.round.given_up:
+            return False
         living = (contact.status for peer, contact in self._others.contacts.items() if self._contacts.alive(peer, now))
-        return any(
-            (status.peer in self._state.electors and status.ballots.value == name)
-            or (status.round > self._state.tip.round and self._is_believed(status.peer))
-            for status in living
-        )
+        return any(status.round > self._state.tip.round and self._is_believed(status.peer) for status in living)
+
+    def _is_held(self, name: Hash, now: float) -> bool:
+        """Whether it is here, since what we voted for is on our disk, or an elector that is heard has it."""
+        if name in self._state.round.verified or name in self._state.record.pinned:
+            return True
+        contacts = ((peer, self._others.contacts.get(peer)) for peer in self._state.electors)
+        living = (contact.status for peer, contact in contacts if contact and self._contacts.alive(peer, now))
+        return any(status.ballots.value == name or status.round > self._state.tip.round for status in living)
 
     def _is_believed(self, peer: PeerId | None) -> bool:
         """Whether a peer's word counts that it is further, which anybody can say: not of who was asked in vain.
@@ -148,14 +154,18 @@ class Proposals(Part):
     def is_lost(self, commit: Commit, now: float) -> bool:
         """Whether nobody who was heard for very long has the state of our certified child.
 
-        A leaver need not go on: who has the state brings it when they meet again.
+        Others than electors may claim that, each under a new key, and send something: that makes the wait twice as long
+        at most. A leaver need not go on: who has the state brings it when they meet again.
         """
-        current = self._state.round
+        current, wait = self._state.round, self._pace.lost_state_wait_seconds()
+        name = commit.certificate.manifest
         is_coming = current.following and self._is_believed(self._others.asked_last)
-        moves = current.adopting or is_coming or now - current.progress_at <= self._pace.deadline_seconds(0)
-        if moves or self._own.intent.leaving or self.can_be_had(commit.certificate.manifest, now):
+        moves = is_coming or now - current.progress_at <= self._pace.deadline_seconds(0)
+        if current.adopting or self._own.intent.leaving or self._is_held(name, now):
+            current.held_at = now
+        if moves or current.held_at == now or self.can_be_had(name, now):
             current.reachable_at = now
-        return now - current.reachable_at > self._pace.lost_state_wait_seconds()
+        return now - current.reachable_at > wait or now - current.held_at > 2 * wait
 
     def take(self, content: Content, now: float) -> None:
         """Keeps a content; of too many the oldest goes that nobody needs."""

@@ -181,7 +181,8 @@ class RoundState:
     `reports` are those that brought values; `empty_reports` those of reducers that had none. `seen` is when a reducer
     of the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
     `failed_fetches` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided`
-    could be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
+    could be had last by anybody's word, `held_at` by that of an elector; `given_up` are children that were lost.
+    `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
     `offered`: degraded children that others made, and that may not be taken as yet.
     `ready` is what members said that they trained, by the roster entry that follows from it, and `own_ready` our own.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
@@ -256,6 +257,8 @@ class RoundState:
     decided: Commit | None = None
     offered: dict[Hash, Commit] = field(default_factory=dict)
     reachable_at: Moment = 0.0
+    held_at: Moment = 0.0
+    given_up: set[Hash] = field(default_factory=set)
     adopting: bool = False
     following: bool = False
     sent: dict[PeerId, set[object]] = field(default_factory=dict)

@@ -243,6 +243,7 @@ class Voting(Part):
         return Commit(certificate, content.manifest)
 
     def take_decision(self, commit: Commit, now: float) -> None:
-        self._state.round.decided, self._state.round.reachable_at = commit, now
-        self._state.round.failed.clear()
+        current = self._state.round
+        current.decided, current.reachable_at, current.held_at = commit, now, now
+        current.failed.clear()
         self._state.note_progress(now)

@@ -237,7 +237,9 @@ def test_a_stranger_that_claims_to_have_a_lost_state_keeps_nobody_waiting_for_it
 class LostChild:
     """A peer that knows the certificate of a child, not its state; somebody says that it stands on that child."""
 
-    def __init__(self, is_elector: bool) -> None:
+    def __init__(self, is_elector: bool, fresh_keys: bool = False) -> None:
+        """`fresh_keys`: it takes another name with each word."""
+        self.fresh_keys = fresh_keys
         self.elector = Elector(3)
         self.core = self.elector.core
         self.holder = self.elector.order[1] if is_elector else PeerId("stranger")
@@ -249,12 +251,14 @@ class LostChild:
         statements, tip = Statements((), (), said), self.core.tip
         self.child = content_of(self.elector.rules, tip, EMPTY, statements, tip.state_root, None).manifest
         self.name = manifest_hash(self.child)
-        commit = Commit(Certificate(self.core.tip_hash, QUORUM, 0, self.name, (), ()), self.child)
-        Parts(self.core.state, PartClasses()).voting.take_decision(commit, self.now)
+        self.commit = Commit(Certificate(self.core.tip_hash, QUORUM, 0, self.name, (), ()), self.child)
+        Parts(self.core.state, PartClasses()).voting.take_decision(self.commit, self.now)
 
     def beat(self, round: int, head: Hash) -> None:
         """A second passes; who is asked for the state cannot give it."""
         self.now, self.sequence = self.now + 1.0, self.sequence + 1
+        if self.fresh_keys:
+            self.holder = PeerId(f"stranger {self.sequence}")
         status = replace(self.core.status(), peer=self.holder, sequence=self.sequence, life=9, round=round, head=head)
         said = FakeSealer(self.holder).seal(status)
         done = self.elector.hears(Envelope(self.holder, (said,), answers=self.core.state.own.life), self.now)
@@ -275,6 +279,15 @@ class LostChild:
 
 def test_a_stranger_that_is_asked_again_and_again_keeps_nobody_waiting_either() -> None:
     assert LostChild(is_elector=False).is_given_up(1.2)
+
+
+def test_fresh_keys_that_say_they_have_a_lost_state_keep_nobody_waiting_for_ever() -> None:
+    """Nor do they bring the wait back, once it is over."""
+    lost = LostChild(is_elector=False, fresh_keys=True)
+    assert lost.is_given_up(2.2)
+    lost.beat(lost.child.round, lost.name)
+    assert lost.core.state.degraded_set
+    assert lost.proposals.is_out_of_reach(lost.name, lost.now)
 
 
 def test_an_elector_that_could_not_give_its_state_for_a_while_is_waited_for() -> None:
