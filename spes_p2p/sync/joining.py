@@ -32,13 +32,13 @@ from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.scrub import TileRepairer
-from spes_p2p.sync.starting import Sources, fetch_start
+from spes_p2p.sync.starting import TELL_SECONDS, Sources, fetch_start
 from spes_p2p.sync.surroundings import Disk
 from spes_p2p.wire import pack
 
 WITHDRAW_SECONDS = 2.0
-TELL_SECONDS = 60.0
-"""A person who waits for the run to begin is told so this often."""
+MOST_TOLD_OF = 8
+"""Strangers that gave no genesis, and of whom a person is told: they may come under new names without end."""
 LONG_CHECK_BYTES = 2**30
 """A larger state takes seconds to hash: that is said."""
 
@@ -64,6 +64,7 @@ class Joining:
         self._folder = folder
         self._sources = sources
         self._checkpoints = checkpoints
+        self._told_of: set[PeerId] = set()
         self._said: set[str] = set()
         self._transfers = run.transfers(node.transport)
 
@@ -100,7 +101,7 @@ class Joining:
         run, model = self._run.config.run, self._run.config.model
         if run.initial_state:
             transport = self._node.transport
-            await fetch_start(self._run, store, transport, self._sources, asyncio.to_thread, self._say_once)
+            await fetch_start(self._run, store, transport, self._sources, asyncio.to_thread, self._node.say)
             return
         self._node.say("computing the initial state")
         initial = InitialState(self._run.layout, run.seed, model.init_std)
@@ -164,16 +165,22 @@ class Joining:
                 check_genesis(commit, self._run.info, self._node.checker.check)
             return commit
         except (NetworkError, RemoteProtocolError) as error:
-            if isinstance(error, RemoteProtocolError) or peer == self._run.info.organiser:  # others wait as we do
-                # a stranger says another thing each time
-                about = "" if peer == self._run.info.organiser else peer
-                self._say_once(f"peer {short(peer)} could not provide genesis: {error}", about)
+            text = f"peer {short(peer)} could not provide genesis: {error}"
+            if peer == self._run.info.organiser:
+                self._say_once(text)
+            elif isinstance(error, RemoteProtocolError):  # others wait as we do
+                self._say_of(peer, text)
             return None
 
-    def _say_once(self, text: str, about: str = "") -> None:
-        """A text once, or the first one about somebody."""
-        if (about or text) not in self._said:
-            self._said.add(about or text)
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._node.say(text)
+
+    def _say_of(self, stranger: PeerId, text: str) -> None:
+        """The first text about each of a few: it says another thing each time."""
+        if stranger not in self._told_of and len(self._told_of) < MOST_TOLD_OF:
+            self._told_of.add(stranger)
             self._node.say(text)
 
     def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Envelope:

@@ -28,6 +28,8 @@ from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Run
 
+TELL_SECONDS = 60.0
+"""A person who waits for the run to begin, or for its first state, is told so this often."""
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 
 
@@ -41,6 +43,7 @@ async def fetch_start(
     root, transfers = Hash(bytes.fromhex(run.config.run.initial_state)), run.transfers(transport)
     size = bytes_text(store.layout.num_values * VALUE_BYTES)
     say(f"fetching the state that the run starts from ({size})")
+    loop, told, last = asyncio.get_running_loop(), float("-inf"), ""
     while True:
         holders = tuple(await sources())
         with contextlib.suppress(NetworkError):
@@ -51,7 +54,10 @@ async def fetch_start(
             await _fetch(store, root, transfers, holders, in_thread)
             return
         except (NetworkError, RemoteProtocolError) as error:
-            say(f"the state that the run starts from could not be fetched yet: {error}")
+            text = f"the state that the run starts from could not be fetched yet: {error}"
+            if text != last and loop.time() >= told + TELL_SECONDS:  # a stranger says another thing each time
+                told, last = loop.time(), text
+                say(text)
         await asyncio.sleep(run.heartbeat_seconds)
 
 

@@ -112,7 +112,8 @@ def test_genesis_signed_by_a_stranger_is_refused(folder: Path) -> None:
     in_swarm(folder, play)
 
 
-def test_a_stranger_fills_no_log_of_who_waits_for_the_run_to_begin(folder: Path) -> None:
+@pytest.mark.parametrize("names", [1, 40])
+def test_strangers_fill_no_log_of_who_waits_for_the_run_to_begin(folder: Path, names: int) -> None:
     class Talker:
         words = 0
 
@@ -126,15 +127,19 @@ def test_a_stranger_fills_no_log_of_who_waits_for_the_run_to_begin(folder: Path)
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start_organiser()
         talker = Talker()
-        await swarm.network.peer("talker").transport.serve(talker)
-        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=PeerId("talker"))
-        swarm.peers[PeerId("talker")] = ghost
+        talkers = [PeerId(f"talker {number}") for number in range(names)]
+        for name in talkers:
+            await swarm.network.peer(name).transport.serve(talker)
+            ghost: Any = SimpleNamespace(is_up=True, joined=False, name=name)
+            swarm.peers[name] = ghost
         join = asyncio.create_task(swarm.add("a"))
-        await until(lambda: talker.words > 10)
-        assert sum("could not provide genesis" in text for text in swarm.peers[PeerId("a")].said) == 1
+        await until(lambda: talker.words > 10 * names)
+        said = swarm.peers[PeerId("a")].said
+        assert sum("could not provide genesis" in text for text in said) == min(names, joining.MOST_TOLD_OF)
         join.cancel()
         await asyncio.wait([join])
-        del swarm.peers[PeerId("talker")]
+        for name in talkers:
+            del swarm.peers[name]
 
     in_swarm(folder, play)
 

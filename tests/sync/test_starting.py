@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from spes_p2p.config.schema import Config
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
 
@@ -72,5 +76,37 @@ def test_without_anybody_who_has_it_a_peer_waits(tmp_path: Path) -> None:
         await asyncio.gather(*joining)
         assert swarm.organiser.chain.commit(0).manifest.state_root == root_of(swarm.config)
         await swarm.until_round(1)
+
+    started(tmp_path, play)
+
+
+def test_a_stranger_fills_no_log_of_who_waits_for_the_state(tmp_path: Path) -> None:
+    class Talker:
+        words = 0
+
+        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+            raise RemoteProtocolError("nothing here")
+
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            self.words += 1
+            raise RemoteProtocolError(f"word {self.words}")
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        await swarm.kill_organiser()
+        talker, name = Talker(), PeerId("talker")
+        await swarm.network.peer(name).transport.serve(talker)
+        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=name)
+        swarm.peers[name] = ghost
+        join = asyncio.create_task(swarm.add("a"))
+        began = asyncio.get_running_loop().time()
+        await until(lambda: talker.words > 100)
+        seconds = asyncio.get_running_loop().time() - began
+        said = swarm.peers[PeerId("a")].said
+        assert 1 <= sum("could not be fetched yet" in text for text in said) <= 1 + seconds / 60
+        join.cancel()
+        await asyncio.wait([join])
+        del swarm.peers[name]
+        await swarm.start_organiser()
 
     started(tmp_path, play)
