@@ -145,3 +145,34 @@ def test_names_that_nobody_resolves_keep_no_thread_from_the_disk(monkeypatch: py
             assert set(thread.run(scenario())) <= {Dialled.SILENT, Dialled.UNREACHABLE}
     finally:
         over.set()
+
+
+def test_names_that_nobody_resolves_delay_no_name_that_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, over = threading.Semaphore(0), threading.Event()
+
+    def resolve(host: str, port: int, *arguments: Any, **hints: Any) -> Any:
+        if host == "honest.example":
+            return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", port))]
+        asked.release()
+        over.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    async def scenario() -> list[Dialled]:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        honest = parse_address(f"/dns4/honest.example/tcp/{server.sockets[0].getsockname()[1]}")
+        found = await dial_all([honest])
+        strange = [parse_address(f"/dns4/node{number}.example/tcp/1") for number in range(16)]
+        dialling = asyncio.create_task(dial_all(strange))
+        await asyncio.to_thread(lambda: [asked.acquire() for _ in range(8)])
+        found += await dial_all([honest, honest])
+        over.set()
+        await dialling
+        server.close()
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        with NetworkThread() as thread:
+            assert thread.run(scenario()) == [Dialled.ACCEPTED] * 3
+    finally:
+        over.set()

@@ -25,7 +25,8 @@ T = TypeVar("T")
 _BROKEN = (ConnectionError, asyncio.IncompleteReadError, P2PDaemonError, P2PHandlerError)
 _STOP_SECONDS = 10.0
 _LOOKUPS = 8
-"""Names that are looked up at a time."""
+"""Names that are looked up at a time: of those that were found before, and of others."""
+_MOST_FOUND = 1024
 
 
 class NetworkLoop(asyncio.SelectorEventLoop):
@@ -40,15 +41,26 @@ class NetworkLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self.starting: set[asyncio.Future[Any]] = set()
         """Processes being started. Do not cancel them: a bug of asyncio would make that wait for ever."""
-        self._lookups = ThreadPoolExecutor(_LOOKUPS, "names")
+        self._lookups = {known: ThreadPoolExecutor(_LOOKUPS, "names") for known in (True, False)}
+        self._found: dict[Any, None] = {}
+        """Names whose last lookup gave addresses in time, the newest last."""
 
     async def getaddrinfo(self, host: Any, port: Any, **hints: Any) -> Any:
         """In threads of its own: the servers of names that strangers announce may not answer, and the run's work on
-        the disk waits for the loop's few threads."""
-        return await self.run_in_executor(self._lookups, partial(socket.getaddrinfo, host, port, **hints))
+        the disk waits for the loop's few threads. Nor does a name that was found before wait for such names."""
+        lookups, look_up = self._lookups[host in self._found], partial(socket.getaddrinfo, host, port, **hints)
+        try:
+            found = await self.run_in_executor(lookups, look_up)
+        finally:
+            self._found.pop(host, None)
+        self._found[host] = None
+        if len(self._found) > _MOST_FOUND:
+            del self._found[next(iter(self._found))]
+        return found
 
     def close(self) -> None:
-        self._lookups.shutdown(wait=False, cancel_futures=True)
+        for lookups in self._lookups.values():
+            lookups.shutdown(wait=False, cancel_futures=True)
         super().close()
 
     async def subprocess_exec(self, protocol_factory: Any, program: Any, *args: Any, **kwargs: Any) -> Any:
