@@ -124,7 +124,7 @@ class Fairness(Part):
             return leaving
         members, head = self._state.tip.members, self._state.tip_hash
         known = {member.peer for member in trainers(members)} - weightless(members) | self._state.electors.keys()
-        return [s for s in leaving if s.peer in known and self._others.leaving_since.setdefault(s.peer, head) == head]
+        return [s for s in leaving if s.peer in known and self._others.leaving_since.get(s.peer, head) == head]
 
     # ---------------------------------------------------------------- whose work is counted
 

@@ -59,7 +59,7 @@ class Lifecycle(Part):
             if (ready := ready_of(contact.signed)) is not None:
                 self._round_plan.hear_ready(ready, now)
             if contact.status.head == self._state.tip_hash:
-                self._state.note_time(self._state.round.here_since, contact.status.peer, now)
+                self._state.note_here(contact.status, now)
         self._work_audits.enter()
 
     def resume(self, record: VoteRecord) -> None:

@@ -368,6 +368,15 @@ class State:
         if self.rules.faults is Faults.BYZANTINE:
             times.setdefault(what, now)
 
+    def note_here(self, status: Status, now: float) -> None:
+        """Notes that a peer stands on our tip, and whether it leaves, in the same runs."""
+        if self.rules.faults is not Faults.BYZANTINE:
+            return
+        self.round.here_since.setdefault(status.peer, now)
+        leaves = status.work.ready and status.intent.leaving
+        if leaves and any(member.peer == status.peer for member in self.tip.members):
+            self.others.leaving_since.setdefault(status.peer, self.tip_hash)
+
     def note_progress(self, now: float) -> None:
         """Notes that the round has made progress here, which restarts the deadline."""
         if self.round.plan is not None:

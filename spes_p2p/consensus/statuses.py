@@ -97,7 +97,7 @@ class Statuses(Part):
         peer = status.peer
         self._state.note_time(self._others.heard_since, peer, now)
         if status.head == self._state.tip_hash:
-            self._state.note_time(self._state.round.here_since, peer, now)
+            self._state.note_here(status, now)
         self._others.refused_dial.discard(peer)
         if status.work.ready and self._rules.faults is Faults.CRASH:
             self._others.kept_waiting.discard(peer)

@@ -320,13 +320,17 @@ class Leaver:
         commit = Commit(Certificate(child.parent, QUORUM, 0, manifest_hash(child), (), ()), child)
         self.core.handle(on.CommitApplied(commit), self.now)
 
-    def ends_a_round(self) -> bool:
-        """Whether a round may end in its first second, when this peer is READY, and says that it leaves."""
+    def leaves(self) -> None:
+        """A round begins, and this peer is READY at once, and says that it leaves."""
         self._goes_on()
         running = Work(tokens=8, steps=1, sequences=1, seconds=1.0, expected_tokens=800)
         for peer in self.others:
             self._says(peer, running, Intent(True))
         self._says(self.peer, replace(running, ready=True), Intent(True, leaving=True))
+
+    def ends_a_round(self) -> bool:
+        """Whether the round may end then, in its first second."""
+        self.leaves()
         self.now += 1.0
         return Parts(self.core.state, PartClasses()).fairness.may_stop(self.now)
 
@@ -348,6 +352,13 @@ def test_a_round_ends_for_a_leaver_once_and_for_no_stranger_that_serves(trains: 
     assert not leaver.ends_a_round()
     leaver.members = everybody  # it has left, and came back
     assert leaver.ends_a_round() == (trains or votes)
+
+
+def test_who_said_that_it_leaves_has_said_so_whoever_asked() -> None:
+    """Also in a round that ended for other reasons."""
+    leaver = Leaver(True, True)
+    leaver.leaves()
+    assert not leaver.ends_a_round()
 
 
 def test_no_round_ends_for_a_leaver_whose_work_does_not_count_as_yet() -> None:
