@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -10,20 +12,27 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     QUORUM,
+    Ballots,
     Commit,
+    Intent,
+    Status,
+    Work,
 )
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.errors import PeerSilent, StorageFull
+from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.transfers import FewStreams
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
 from spes_p2p.sync.catch_up import CatchUp, Fetched
+from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from spes_p2p.wire import pack
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until
 
 T = TypeVar("T")
@@ -253,6 +262,33 @@ def test_a_former_peer_that_comes_back_in_time_saves_the_lost_round(folder: Path
         await swarm.add("a")
         await swarm.until_round(newest.manifest.round + 3)
         assert not commits(swarm, "d")[newest.manifest.round + 1].certificate.by_organiser
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+async def claim_to_be_further(swarm: MemorySwarm, round: int) -> None:
+    """Says so to the organiser for ever, each time under another key."""
+    for number in itertools.count():
+        await asyncio.sleep(0.5)
+        if swarm.seat.driver is None:
+            continue
+        name, own = PeerId(f"key {number}"), swarm.seat.driver.core.state.own
+        head, intent = sha256(name.encode()), Intent(joining=True)
+        said = Status(swarm.info.fingerprint, name, 1, 1, round, head, Work(), intent, Ballots(), life=1)
+        peer = swarm.network.peer(name)
+        envelope = Envelope(name, (KeySealer(peer.signer).seal(said),), answers=own.life)
+        with contextlib.suppress(NetworkError, RemoteProtocolError):
+            await peer.transport.call(ORGANISER_ID, pack(envelope), 1.0)
+
+
+def test_fresh_keys_that_claim_to_be_further_put_a_renewal_off_for_a_while_only(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        liars = asyncio.create_task(claim_to_be_further(swarm, newest.manifest.round + 5))
+        late = await swarm.add("d")
+        await until(lambda: late.round > newest.manifest.round, 100.0)
+        liars.cancel()
         check_agreement(swarm)
 
     with_archive(folder, play)

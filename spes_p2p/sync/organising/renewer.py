@@ -32,7 +32,8 @@ MOST_ROUNDS_LOST = 10
 RENEWALS = "renewals"
 """Folder of the run with what was signed here, by the hash of the parent."""
 TRIES = 3
-"""A peer that failed this often to provide what it announced is no longer waited for."""
+"""A peer that failed this often to provide what it announced is no longer waited for; nor is any that is no member,
+after so many times the wait for electors."""
 
 
 class Renewer:
@@ -104,11 +105,13 @@ class Renewer:
         if monitor.has_live_elector(now) or not waiting:
             self._said.clear()
             return
-        round = driver.core.state.round
-        is_hollow = partial(self._is_hollow, driver)
-        if round.adopting or round.following or monitor.has_newer_history(now, is_hollow):
-            return
         root, is_lost = self._state_to_go_on_from(monitor, waiting)
+        is_late = monitor.silent_seconds(now) > TRIES * monitor.wait_seconds(is_lost)
+        is_hollow = partial(self._is_hollow, driver, is_late)
+        round, asked = driver.core.state.round, driver.core.state.others.asked_last
+        is_coming = round.following and (asked is None or not is_hollow(asked))
+        if round.adopting or is_coming or monitor.has_newer_history(now, is_hollow):
+            return
         if monitor.silent_seconds(now) > monitor.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
             self._say_what_comes(monitor, is_lost, root is not None)
         admission = self._seat.admission()
@@ -124,9 +127,12 @@ class Renewer:
             except (StorageFull, StateError) as error:
                 self._say_once(f"the run cannot continue: {error} ({error.fix})", type(error).__name__)
 
-    def _is_hollow(self, driver: Driver, peer: PeerId) -> bool:
-        """Whether a non-member failed to provide what it announced. A member may just be impossible to dial."""
-        return driver.core.state.others.asked_in_vain[peer] >= TRIES and not self._chain.names(peer)
+    def _is_hollow(self, driver: Driver, is_late: bool, peer: PeerId) -> bool:
+        """Whether a non-member failed to provide what it announced, or `is_late`: others did, under ever new names. A
+        member may just be impossible to dial.
+        """
+        failed = driver.core.state.others.asked_in_vain[peer] >= TRIES
+        return (failed or is_late) and not self._chain.names(peer)
 
     def _state_to_go_on_from(self, monitor: LivenessMonitor, waiting: list[Status]) -> tuple[Hash | None, bool]:
         """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
