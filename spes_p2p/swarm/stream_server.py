@@ -266,7 +266,7 @@ class StreamServer:
                     raise RemoteProtocolError(_TOO_MANY)
                 async with self._slot(asked.caller, stream, places, request.patient):
                     blob = await self._found(asked.caller, stream, request)
-                    if not request.patient:
+                    if not request.patient and places is self._members:  # a stranger may read as slowly as it likes
                         measured.enter_context(self._traffic.meter.sending())
                     asked.patient, asked.since = request.patient, asyncio.get_running_loop().time()
                     await self._send(asked, stream, request, blob)

@@ -324,6 +324,24 @@ def test_who_reads_slowly_keeps_its_place_while_nobody_else_wants_it() -> None:
     run(test)
 
 
+def test_a_stranger_that_reads_slowly_makes_no_uplink_look_slow() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        network.set_link(B, A, LinkShape(bytes_per_second=4 * 2.0**20))
+        network.set_link(B, "stranger", LinkShape(bytes_per_second=10_000.0))
+        member, server, echo = await pair(network)
+        await server.transport.serve(echo, lambda peer: peer == A)
+        stranger = network.peer("stranger")
+        stranger.spawn(quietly(stranger.transport.fetch(B, b"x", 60.0, 2**22)))
+        for _ in range(10):
+            await asyncio.sleep(10.0)
+            await member.transport.fetch(B, b"x", 5.0, 2**22)
+        assert server.transport.traffic.meter.rate() == pytest.approx(4 * 2**20, rel=0.2)
+        stranger.stop()
+
+    run(test)
+
+
 def test_one_asker_has_so_many_streams_open_and_the_others_are_served() -> None:
     async def test() -> None:
         network = MemoryNetwork()
