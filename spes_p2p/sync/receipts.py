@@ -21,6 +21,7 @@ from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, name_by_fields
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Seal, Sealer, Signed, signing_bytes
 from spes_p2p.errors import NetworkError, RemoteProtocolError, SpesError
+from spes_p2p.exchange.patience import fetch_within
 from spes_p2p.exchange.requests import WitnessRequest, pack_request
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Blob, Network
@@ -293,7 +294,9 @@ def _good(receipt: Receipt, check: CheckSignature) -> bytes | None:
 async def _ask(network: Network, signer: PeerId, bare: Receipt, timeout_seconds: float) -> Seal:
     wanted = Witness(bare.info.fingerprint, bare.manifest.round, bare.manifest.name)
     request = pack_request(WitnessRequest(wanted.round, wanted.head))
-    _, data = await network.transport.fetch(signer, request, timeout_seconds, MAX_WITNESS_BYTES, patient=True)
+    _, data = await fetch_within(
+        network.transport, signer, request, timeout_seconds, MAX_WITNESS_BYTES, lambda: timeout_seconds, patient=True
+    )
     signed = unpack(Signed[Witness], data)
     is_theirs = signed.value == wanted and signed.author == signer
     if not is_theirs or not is_signed(signed, EnvelopeChecker(network.verifier).check):

@@ -20,6 +20,9 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.hivemind_backend import RsaSigner
 from spes_p2p.swarm.keys import RsaVerifier
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync import receipts
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.organiser_words import Words, roll
@@ -35,6 +38,7 @@ from spes_p2p.sync.receipts import (
 )
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import in_swarm, small_config
@@ -312,3 +316,24 @@ def test_others_sign_where_too_few_voted(tmp_path: Path) -> None:
         await around.stop()
 
     in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_who_keeps_promising_a_signature_is_not_waited_for(plain: Signers) -> None:
+    class Promiser:
+        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+            raise RemoteProtocolError("nothing here")
+
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        await network.peer("promiser").transport.serve(Promiser())
+        account, proof = plain.ledger.accounts[0], plain.ledger.proof_of(plain.ledger.accounts[0].peer)
+        assert proof is not None
+        bare = Receipt(plain.info, None, Shown.of(plain.manifest), account, proof, None, ())
+        with pytest.raises(NetworkError, match="did not finish within"):
+            await receipts._ask(network.peer("asker"), PeerId("promiser"), bare, 5.0)
+
+    run_virtual(main())
