@@ -112,7 +112,7 @@ def test_of_whom_was_heard_once_the_newest_are_taken_for_connected() -> None:
 def test_threads_that_look_names_up_end_with_their_loop() -> None:
     loop = NetworkLoop()
     loop.run_until_complete(loop.getaddrinfo("127.0.0.1", 1))
-    threads = list(loop._lookups._threads)
+    threads = [thread for pool in loop._lookups.values() for thread in pool._threads]
     loop.close()
     for thread in threads:
         thread.join(30)
