@@ -108,7 +108,8 @@ class _Asked:
 class _Places:
     """So many streams at once, so many of them patient, and more may wait.
 
-    The next free place is for the asker that has fewest, and for who came first among these.
+    The next free place is for the asker that has fewest, and for who came first among these. Of its streams the one
+    that is furthest goes on: if all that were cut took turns, none would end in its time.
     """
 
     def __init__(self, streams: int, patient: int, waiting: int = 0) -> None:
@@ -116,7 +117,7 @@ class _Places:
         self._open: dict[_Asked, None] = {}
         self._free, self._patient_free = streams, patient
         self._held: Counter[PeerId] = Counter()
-        self._waiting: dict[asyncio.Future[None], tuple[PeerId, bool]] = {}
+        self._waiting: dict[asyncio.Future[None], tuple[PeerId, bool, int]] = {}
 
     @property
     def crowd(self) -> float:
@@ -144,9 +145,9 @@ class _Places:
         finally:
             self._open.pop(asked, None)
 
-    async def acquire(self, caller: PeerId, patient: bool) -> None:
+    async def acquire(self, caller: PeerId, patient: bool, offset: int) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[granted] = caller, patient
+        self._waiting[granted] = caller, patient, offset
         self._let_in()
         try:
             await granted
@@ -166,11 +167,13 @@ class _Places:
 
     def _let_in(self) -> None:
         while self._free:
-            able = [one for one, (_, patient) in self._waiting.items() if self._patient_free or not patient]
+            able = [one for one, (_, patient, _) in self._waiting.items() if self._patient_free or not patient]
             if not able:
                 return
-            granted = min(able, key=lambda one: self._held[self._waiting[one][0]])
-            caller, patient = self._waiting.pop(granted)
+            caller = min((self._waiting[one][0] for one in able), key=lambda peer: self._held[peer])
+            own = [one for one in able if self._waiting[one][0] == caller]
+            granted = max(own, key=lambda one: self._waiting[one][2])
+            _, patient, _ = self._waiting.pop(granted)
             if not granted.cancelled():
                 self._free -= 1
                 self._patient_free -= patient
@@ -264,7 +267,7 @@ class StreamServer:
                 request = wire.unpack(FetchRequest, body)
                 if not asked.has_place:
                     raise RemoteProtocolError(_TOO_MANY)
-                async with self._slot(asked.caller, stream, places, request.patient):
+                async with self._slot(asked.caller, stream, places, request):
                     blob = await self._found(asked.caller, stream, request)
                     if not request.patient and places is self._members:  # a stranger may read as slowly as it likes
                         measured.enter_context(self._traffic.meter.sending())
@@ -336,8 +339,10 @@ class StreamServer:
         await self._in_time(stream.write(checksum_bytes(checksum)))
 
     @asynccontextmanager
-    async def _slot(self, caller: PeerId, stream: ByteStream, places: _Places, patient: bool) -> AsyncIterator[None]:
-        most = self._limits.max_streams_per_peer
+    async def _slot(
+        self, caller: PeerId, stream: ByteStream, places: _Places, request: FetchRequest
+    ) -> AsyncIterator[None]:
+        most, patient = self._limits.max_streams_per_peer, request.patient
         mine = self._of_peer.setdefault(caller, _Places(most, most))
         # the shared ones last: strangers wait for their own places without being in the way of members
         order: tuple[tuple[_Places, Callable[[], object]], ...] = (
@@ -347,7 +352,7 @@ class StreamServer:
         )
         async with AsyncExitStack() as held:
             for shared, make_room in order:
-                await held.enter_async_context(self._acquired(shared, caller, patient, stream, make_room))
+                await held.enter_async_context(self._acquired(shared, caller, request, stream, make_room))
             yield
 
     def _end_any_turn(self, caller: PeerId, places: _Places) -> None:
@@ -357,16 +362,21 @@ class StreamServer:
 
     @asynccontextmanager
     async def _acquired(
-        self, places: _Places, caller: PeerId, patient: bool, stream: ByteStream, make_room: Callable[[], object]
+        self,
+        places: _Places,
+        caller: PeerId,
+        request: FetchRequest,
+        stream: ByteStream,
+        make_room: Callable[[], object],
     ) -> AsyncIterator[None]:
         """Holds one of `places`; tells the asker while it waits for it."""
-        granted = asyncio.ensure_future(places.acquire(caller, patient))
+        granted = asyncio.ensure_future(places.acquire(caller, request.patient, request.offset))
         try:
             await self._keep_waiting(granted, stream, make_room)
             yield
         finally:
             if granted.done() and not granted.cancelled():
-                places.release(caller, patient)
+                places.release(caller, request.patient)
             else:
                 granted.cancel()
 

@@ -283,6 +283,32 @@ def test_slow_readers_give_their_places_up_to_who_waits_and_still_get_everything
     run(test)
 
 
+def test_streams_that_are_cut_for_others_end_one_after_the_other() -> None:
+    """All at the end would be too late for each: askers give up what takes too long."""
+
+    async def test() -> None:
+        network = MemoryNetwork()
+        echo, server = Echo(), network.peer(B, StreamLimits(upload_bytes_per_second=64 * 2.0**10))
+        await server.transport.serve(echo, lambda peer: False)
+        done = dict.fromkeys((network.peer(f"newcomer {number}") for number in range(4)), 0)
+
+        async def fetch(peer: MemoryPeer) -> None:
+            await peer.transport.fetch(B, b"x", 60.0, 2**22, patient=True)
+            done[peer] += 1
+
+        for peer in done:
+            for _ in range(8):
+                peer.spawn(fetch(peer))
+        await asyncio.sleep(512.0)  # half of what all of it takes
+        assert server.transport._server is not None
+        assert server.transport._server.lost > 0
+        assert all(count > 1 for count in done.values())
+        for peer in (*done, server):
+            peer.stop()
+
+    run(test)
+
+
 @pytest.mark.parametrize("are_members", [False, True])
 def test_a_few_askers_that_fill_the_line_keep_nobody_out(are_members: bool) -> None:
     async def test() -> None:
