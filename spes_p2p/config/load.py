@@ -108,6 +108,12 @@ def published_yaml(config: Config, for_people: bool = False) -> str:
     return _dump({name: section for name, section in tree.items() if section}, is_flow=False if for_people else None)
 
 
+def extends(text: str, older: str) -> bool:
+    """Whether a published config says all that an older one says, and at most has keys besides that are new."""
+    new, old = yaml.safe_load(text), yaml.safe_load(older)
+    return all({**new.get(name, {}), **section} == new.get(name) for name, section in old.items())
+
+
 def bundled_config(name: str) -> Path:
     """Path of a config that comes with spes-p2p (`tiny`, `small`, ...), in a clone or in an installation."""
     for folder in _bundled_folders():

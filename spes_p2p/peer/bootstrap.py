@@ -27,7 +27,7 @@ from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
-from spes_p2p.peer.folder import claim_folder, kept_run, open_archive
+from spes_p2p.peer.folder import as_it_began, claim_folder, kept_run, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
 from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network
@@ -176,7 +176,7 @@ async def _serve_on(
             await asyncio.Event().wait()
     else:
         dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
-        info = describe_run(run.config, dataset, network.signer.peer_id)
+        info = as_it_began(options.folder, describe_run(run.config, dataset, network.signer.peer_id))
         await RunNode(options, run, info, network, say).serve(ready)
 
 

@@ -9,8 +9,10 @@ checkpoints/        this peer's own training state
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+from spes_p2p.config.load import extends
 from spes_p2p.errors import PermanentError, RemoteProtocolError
 from spes_p2p.files import make_folder, write_whole
 from spes_p2p.ids import Hash, PeerId
@@ -42,6 +44,16 @@ def kept_run(folder: Path, fingerprint: str | None = None) -> RunInfo | None:
     except (OSError, RemoteProtocolError):  # none, or a damaged one: it is asked for again
         return None
     return info if info.fingerprint.hex().startswith((fingerprint or "").lower()) else None
+
+
+def as_it_began(folder: Path, info: RunInfo) -> RunInfo:
+    """The run of `info`, as this folder's node has begun it: an earlier version knew fewer keys of its config.
+
+    Its peers know it by the fingerprint of that, so it stays with it.
+    """
+    kept = kept_run(folder)
+    is_same = kept is not None and replace(kept, config=info.config) == info and extends(info.config, kept.config)
+    return kept if kept is not None and is_same else info
 
 
 def claim_folder(folder: Path, info: RunInfo, layout: Layout, me: PeerId) -> None:

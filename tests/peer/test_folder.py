@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spes_p2p.errors import ConfigError, PermanentError, StateError
 from spes_p2p.files import make_folder
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.peer.folder import claim_folder, holds_run, open_archive
+from spes_p2p.peer.folder import as_it_began, claim_folder, holds_run, open_archive
 from spes_p2p.sync.chain import Chain
 from tests.sync.chains import MadeRun
 
@@ -60,6 +61,21 @@ def test_the_folder_of_another_run_is_refused(tmp_path: Path, run: MadeRun) -> N
     other = replace(run.info, run_id="other")
     with pytest.raises(ConfigError, match=f"holds another run: its fingerprint is {run.info.fingerprint.hex()[:16]}"):
         claim_folder(tmp_path / "run", other, run.layout, ME)
+
+
+@pytest.mark.parametrize("key", ["eos_id", "copies"])
+def test_a_run_that_an_earlier_version_began_goes_on_as_it_began(tmp_path: Path, run: MadeRun, key: str) -> None:
+    """That version did not know all keys that this one publishes."""
+    tree = yaml.safe_load(run.info.config)
+    del tree["data"][key]
+    older = replace(run.info, config=yaml.safe_dump(tree, sort_keys=False))
+    assert older.fingerprint != run.info.fingerprint
+    assert as_it_began(tmp_path, run.info) == run.info
+    claim_folder(tmp_path / "run", older, run.layout, ME)
+    assert as_it_began(tmp_path, run.info) == older
+    tree["data"]["tokenizer"] = "another"
+    for other in (replace(run.info, config=yaml.safe_dump(tree)), replace(run.info, dataset=sha256(b"other"))):
+        assert as_it_began(tmp_path, other) == other
 
 
 def test_an_initial_state_of_another_run_that_never_began_is_not_kept(tmp_path: Path, run: MadeRun) -> None:
