@@ -40,7 +40,8 @@ def storing(path: Path, needed_bytes: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in _FULL:
-            error.filename = error.filename or str(path)
+            if error.errno is not None:  # else it is no word of the system's, and needs no name
+                error.filename = error.filename or str(path)
             raise
         needed = f"{needed_bytes} bytes" if needed_bytes else "more"
         raise StorageFull(
