@@ -41,6 +41,8 @@ from spes_p2p.testing.comparison.page import Comparison, in_a_line, page, plot, 
 from spes_p2p.testing.training_swarm import Point
 
 CORPUS_BYTES = 8 * 2**20
+REPEAT_SECONDS = 1.0
+"""What ends us is raised again after so long: Python drops what is raised while it clears an object away."""
 OVERRIDE = re.compile(r"[a-z_0-9]+\.[a-z_0-9]+=.*", re.DOTALL)
 """KEY=VALUE, which may stand anywhere between the options."""
 
@@ -210,15 +212,20 @@ def working_folder() -> Iterator[Path]:
     """Removed on the way out, also after a signal; what a SIGKILL leaves is removed by the next comparison."""
 
     def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        if number != signal.SIGALRM:
+            code.append(128 + number)
+        signal.setitimer(signal.ITIMER_REAL, REPEAT_SECONDS)
+        raise SystemExit(code[-1])
 
+    code = list[int]()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heeded = [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]  # nohup
-    handlers = {number: signal.signal(number, leave) for number in heeded}
+    handlers = {number: signal.signal(number, leave) for number in (*heeded, signal.SIGALRM)}
     scratch = Scratch("spes-p2p-compare-")
     try:
         yield scratch.path
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         scratch.remove()
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -351,3 +351,35 @@ def test_a_comparison_that_is_ended_leaves_no_folder(data: Path, tmp_path: Path,
         code = "from spes_p2p.locks import Scratch; Scratch('spes-p2p-compare-').remove()"
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
         assert not list(temporary.iterdir())
+
+
+def test_a_signal_is_heeded_that_comes_while_an_object_is_cleared_away(tmp_path: Path) -> None:
+    """Python drops what a handler raises then."""
+    code = """
+import os, signal, sys, time
+sys.path.insert(0, "scripts")
+import compare
+
+class Cleared:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+with compare.working_folder():
+    Cleared()
+    print("dropped", flush=True)
+    time.sleep(60)
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "dropped\n"
+    assert done.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
