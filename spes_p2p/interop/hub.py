@@ -86,7 +86,7 @@ def push_folder(folder: Path, name: str, public: bool, say: Say) -> str:
     from huggingface_hub import HfApi
 
     check_name(name)
-    if not all((folder / name).is_file() for name in ("config.json", CARD_FILE)):  # as upcycle's, which no run made
+    if not all((folder / file).is_file() for file in ("config.json", CARD_FILE)):  # as upcycle's, which no run made
         raise ConfigError(f"{folder} holds no exported model", fix="give the folder that export wrote with --output")
     api, again = HfApi(), f"continue with: spes-p2p export --output {folder} --push {name}"
     with _plain_errors(name, f"{again} --public" if public else again):

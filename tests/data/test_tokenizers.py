@@ -232,3 +232,16 @@ def test_what_looks_like_a_special_token_is_text(kind: str, tmp_path: Path) -> N
     assert len(named) > 10 or kind == "wordlevel"
     assert plain.tolist() == rust.encode("a long way, of text").ids
     assert unknown.tolist() == rust.encode("\u4e00").ids
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram", "wordlevel"])
+def test_a_special_token_that_was_added_to_the_model_is_text_too(kind: str, tmp_path: Path) -> None:
+    """As tokens of a chat are, which the model's own vocabulary does not have."""
+    path = _trained(kind, tmp_path / "tokenizer.json")
+    rust = RustTokenizer.from_file(str(path))
+    rust.add_special_tokens(["<|im_start|>"])
+    rust.save(str(path))
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(path))))  # noqa: S301  # as worker processes get it
+    added, text = rust.token_to_id("<|im_start|>"), "of <|im_start|> is text"
+    assert added in rust.encode(text).ids
+    assert added not in tokenizer.encode([text])[0]
