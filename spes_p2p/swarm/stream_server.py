@@ -48,9 +48,6 @@ LEAST_BYTES_PER_SECOND = 32 * 2**10
 """A stream has its place for TURN_SECONDS, and longer while it takes its bytes at this rate. After that it is cut as
 soon as another asker waits, and can go on at its offset when it is its turn again."""
 _CHECKED_AT_ONCE = 16
-_PARTING_SECONDS = 1.0
-"""Who is pushed out of the line has so long to take that in: nobody counts its stream any more."""
-_TOO_MANY = "too many streams are waiting, or came in too short a time"
 _NO_WORDS = 2
 """If more than this many times the allowed number of streams are open, a new one is closed without being read."""
 T = TypeVar("T")
@@ -90,7 +87,7 @@ DEFAULT_LIMITS = StreamLimits()
 class _Asked:
     """One open stream; `limit` ends it. `since`: when its turn began, None while it is not being sent anything.
 
-    `has_place`: it waits or is served, else it is refused; `is_pushed_out`: another asker has taken its place in line.
+    `has_place`: it waits or is served, else it is refused.
     """
 
     caller: PeerId
@@ -99,7 +96,6 @@ class _Asked:
     patient: bool = False
     since: float | None = None
     sent: int = 0
-    is_pushed_out: bool = False
 
     def is_turn_over(self, now: float) -> bool:
         return self.since is not None and now - self.since > TURN_SECONDS + self.sent / LEAST_BYTES_PER_SECOND
@@ -125,23 +121,14 @@ class _Places:
         return len(self._open) / self._room
 
     @asynccontextmanager
-    async def opened(
-        self, caller: PeerId, has_place: bool, refuse: Callable[[], Awaitable[None]]
-    ) -> AsyncIterator[_Asked]:
-        """Around one open stream. Raises TimeoutError where it was ended for another asker's sake.
-
-        `refuse` is called where it was pushed out.
-        """
+    async def opened(self, caller: PeerId, has_place: bool) -> AsyncIterator[_Asked]:
+        """Around one open stream. Raises TimeoutError where it was ended for another asker's sake."""
         limit = asyncio.timeout(None)
         asked = _Asked(caller, limit, has_place)
         self._open[asked] = None
         try:
             async with limit:
                 yield asked
-        except TimeoutError:
-            if asked.is_pushed_out:
-                await refuse()
-            raise
         finally:
             self._open.pop(asked, None)
 
@@ -202,7 +189,6 @@ class _Places:
         if most <= counts[caller] + 1:
             return False
         last = next(asked for asked in reversed(waiting) if counts[asked.caller] == most)
-        last.is_pushed_out = True
         self._end(last)
         return True
 
@@ -245,7 +231,7 @@ class StreamServer:
             crowd = max(crowd, places.crowd)
         self._open[caller] += 1
         try:
-            async with places.opened(caller, has_place, lambda: self._push_off(stream)) as asked:
+            async with places.opened(caller, has_place) as asked:
                 if crowd < _NO_WORDS:
                     await self._serve(asked, stream, places)
         except (NetworkError, RemoteProtocolError, TimeoutError) as error:
@@ -266,7 +252,7 @@ class StreamServer:
                     raise RemoteProtocolError(f"got a frame of kind {kind!r} where a request was expected")
                 request = wire.unpack(FetchRequest, body)
                 if not asked.has_place:
-                    raise RemoteProtocolError(_TOO_MANY)
+                    raise RemoteProtocolError("too many streams are waiting, or came in too short a time")
                 async with self._slot(asked.caller, stream, places, request):
                     blob = await self._found(asked.caller, stream, request)
                     if not request.patient and places is self._members:  # a stranger may read as slowly as it likes
@@ -275,16 +261,8 @@ class StreamServer:
                     await self._send(asked, stream, request, blob)
                     asked.since = None
             except RemoteProtocolError as error:
-                await self._refuse(stream, str(error))
+                await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
             await self._in_time(stream.read(1))  # the asker closes when it has everything
-
-    async def _refuse(self, stream: ByteStream, words: str) -> None:
-        await self._in_time(write_frame(stream, REFUSED, words.encode()[:MAX_WORDS]))
-
-    async def _push_off(self, stream: ByteStream) -> None:
-        async with asyncio.timeout(_PARTING_SECONDS):
-            await self._refuse(stream, _TOO_MANY)
-            await stream.read(1)
 
     async def _found(self, caller: PeerId, stream: ByteStream, request: FetchRequest) -> Blob:
         """The blob for a request. Sends WAIT frames while it is made, since some must be read or encoded first."""

@@ -317,10 +317,14 @@ def test_a_few_askers_that_fill_the_line_keep_nobody_out(are_members: bool) -> N
         await server.transport.serve(echo, lambda peer: are_members)
         echo.pause_seconds = 10.0
         greedy = [network.peer(f"greedy {number}") for number in range(5 if are_members else 3)]
+        refusals: list[str] = []
 
         async def insist(peer: MemoryPeer) -> None:
             while True:
-                await quietly(peer.transport.fetch(B, b"x", 60.0, 2**22))
+                try:
+                    await peer.transport.fetch(B, b"x", 60.0, 2**22)
+                except (NetworkError, RemoteProtocolError) as error:  # also where it waited and made room for another
+                    refusals.append(str(error))
                 await asyncio.sleep(5.0)
 
         for peer in greedy:
@@ -331,6 +335,8 @@ def test_a_few_askers_that_fill_the_line_keep_nobody_out(are_members: bool) -> N
         answers = await asyncio.gather(*(newcomer.transport.fetch(B, b"x", 60.0, 2**22) for _ in range(4)))
         assert {whole(answer) for answer in answers} == {(b"head", DATA)}
         assert now() - began < 60.0
+        assert refusals
+        assert all("too many streams are waiting" in text for text in refusals)
         for peer in greedy:
             peer.stop()
 
