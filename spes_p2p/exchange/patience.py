@@ -4,6 +4,9 @@ The transport gives up a stream that pauses. What is given up here never pauses 
 then, or keeps promising a free slot. Links may be slow, so an honest fetch may take half a round, or as long as it
 takes at 32 KiB per second. A peer that exceeds its time gets half of it for the next fetch, and so on until it
 completes one; so a liar can cost us at most twice the first wait.
+
+Who can wait gets that time for waiting in line, and once more for being sent the blob. That many others ask the same
+peer is not its fault, and does not halve anything.
 """
 
 from __future__ import annotations
@@ -17,16 +20,22 @@ from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange.requests import Request, pack_request
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.ports import Transport
+from spes_p2p.swarm.streams import FetchPhase
 
 T = TypeVar("T")
 LEAST_BYTES_PER_SECOND = 32 * 2**10
 LONGEST_STALLS = 6
 """Longest time for a small fetch, as a multiple of the time that a stream may pause."""
 _LOOK_SECONDS = 1.0
+_ROUNDING_SECONDS = 1e-3
 
 
 class NeverEnding(PeerSilent):
-    """A fetch that went on, but for too long."""
+    """A fetch that went on, but for too long. `only_waited`: it could wait, and it was not its turn."""
+
+    def __init__(self, words: str, only_waited: bool) -> None:
+        super().__init__(words)
+        self.only_waited = only_waited
 
 
 class Patience:
@@ -50,9 +59,9 @@ class Patience:
         """Whether it was given up lately: others are asked first."""
         return peer in self._strikes
 
-    def note_timeout(self, peer: PeerId) -> None:
+    def note_timeout(self, peer: PeerId, end: NeverEnding) -> None:
         """It did not come to an end in its time."""
-        self._strikes[peer] += 1
+        self._strikes[peer] += not end.only_waited
 
     def note_success(self, peer: PeerId) -> None:
         """It came to an end."""
@@ -68,18 +77,28 @@ async def fetch_within(
     limit_seconds: Callable[[], float],
     patient: bool = False,
 ) -> tuple[bytes, memoryview]:
-    """`Transport.fetch` that raises NeverEnding when it takes longer than `limit_seconds()`, asked now and then."""
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes, patient))
+    """`Transport.fetch` that raises NeverEnding when it takes longer than `limit_seconds()`, asked now and then.
+
+    Where it is `patient`, that is the most for waiting, and for being sent the blob.
+    """
+    loop, phase = asyncio.get_running_loop(), FetchPhase()
+    started = looked = loop.time()
+    waited = 0.0
+    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes, patient, phase))
     try:
-        while (left := started + limit_seconds() - loop.time()) > 0:
+        while True:
+            waits = patient and not phase.is_sent
+            spent = waited if waits else looked - started - waited
+            if (left := limit_seconds() - spent) < _ROUNDING_SECONDS:
+                break
             if (await asyncio.wait((fetch,), timeout=min(left, _LOOK_SECONDS)))[0]:
                 return fetch.result()
+            waited += loop.time() - looked if waits else 0.0
+            looked = loop.time()
     finally:
         fetch.cancel()
         await asyncio.wait((fetch,))
-    raise NeverEnding(f"{short(peer)} did not finish within {loop.time() - started:.3g} s")
+    raise NeverEnding(f"{short(peer)} did not finish within {loop.time() - started:.3g} s", only_waited=waits)
 
 
 async def ask_small(

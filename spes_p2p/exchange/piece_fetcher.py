@@ -255,8 +255,8 @@ class PieceFetcher:
                 lambda: self._patience.seconds(peer, most),
                 patient=True,
             )
-        except NeverEnding:
-            self._patience.note_timeout(peer)
+        except NeverEnding as error:
+            self._patience.note_timeout(peer, error)
             raise
         except BlobTooLarge as error:
             raise WrongData(f"sent data that is not what was asked for: {error}") from error

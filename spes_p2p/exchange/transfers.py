@@ -307,8 +307,8 @@ class Transfers:
         except PeerRefused:
             self._on_refused(peer)
             raise
-        except NeverEnding:
-            self._patience.note_timeout(peer)
+        except NeverEnding as error:
+            self._patience.note_timeout(peer, error)
             raise
         self._patience.note_success(peer)
         self._on_bytes()

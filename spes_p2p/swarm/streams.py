@@ -104,6 +104,13 @@ class BlobTooLarge(RemoteProtocolError):
     """A blob of more bytes than were asked for at most; none of them was read."""
 
 
+@dataclass
+class FetchPhase:
+    """What a fetch is doing, for who limits its time: `is_sent` while bytes of the blob come, else it waits in line."""
+
+    is_sent: bool = False
+
+
 class ByteStream(Protocol):
     """One open two-way stream; both methods raise PeerClosed when it broke."""
 
@@ -190,7 +197,7 @@ def checksum_bytes(checksum: int) -> bytes:
     return checksum.to_bytes(CHECKSUM_BYTES, "big")
 
 
-async def fetch_stream(
+async def fetch_stream(  # noqa: PLR0913 (what a transport knows of one fetch)
     open_stream: Callable[[], Awaitable[ByteStream]],
     peer: PeerId,
     request: bytes,
@@ -198,6 +205,7 @@ async def fetch_stream(
     max_bytes: int,
     traffic: Traffic,
     patient: bool = False,
+    phase: FetchPhase | None = None,
 ) -> tuple[bytes, memoryview]:
     """(header, data) of the blob of `peer` that `request` names.
 
@@ -210,7 +218,7 @@ async def fetch_stream(
         raise LocalProtocolError(
             f"a fetch request has {len(request)} bytes, but at most {MAX_REQUEST_BYTES} are allowed"
         )
-    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient)
+    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient, phase or FetchPhase())
     failures = 0
     while True:
         before = download.received
@@ -223,6 +231,7 @@ async def fetch_stream(
                 raise
         finally:
             stream.close()
+            download.phase.is_sent = False
         await asyncio.sleep(_RESUME_PAUSE_SECONDS * 2**failures)
 
 
@@ -230,12 +239,20 @@ class _Download:
     """What one fetch has so far, over all its streams."""
 
     def __init__(
-        self, name: str, request: bytes, timeout_seconds: float, max_bytes: int, traffic: Traffic, patient: bool
+        self,
+        name: str,
+        request: bytes,
+        timeout_seconds: float,
+        max_bytes: int,
+        traffic: Traffic,
+        patient: bool,
+        phase: FetchPhase,
     ) -> None:
         self._name = name
         self._request, self._timeout_seconds, self._max_bytes = request, timeout_seconds, max_bytes
         self._patient = patient
         self._traffic = traffic
+        self.phase = phase
         self._head: BlobHead | None = None
         self._checksum = 0
         self._data = memoryview(b"")
@@ -245,6 +262,7 @@ class _Download:
         ask = FetchRequest(self.received, self._max_bytes, self._request, self._patient)
         await self._in_time(write_frame(stream, REQUEST, wire.pack(ask)))
         head = self._accept(await self._read_head(stream))
+        self.phase.is_sent = True
         while self.received < head.total_bytes:
             room = self._data[self.received : self.received + self._traffic.download.piece_bytes]
             count = await self._in_time(stream.read_into(room))

@@ -19,7 +19,7 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm import stream_server
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.swarm.stream_server import StreamServer
+from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.virtual_time import run_virtual
@@ -135,7 +135,7 @@ def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:
     waits = []
     for _ in range(5):
         waits.append(patience.seconds(LIAR, 1000))
-        patience.note_timeout(LIAR)
+        patience.note_timeout(LIAR, NeverEnding("it trickles", only_waited=False))
     assert waits == [50.0, 25.0, 12.5, 10.0, 10.0]
     assert patience.was_given_up(LIAR)
     patience.note_success(LIAR)
@@ -143,21 +143,87 @@ def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:
     assert not patience.was_given_up(LIAR)
 
 
-def test_a_fetch_is_given_up_as_a_whole() -> None:
-    class Slow:
-        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
-            return b""
+def test_who_has_a_long_line_is_asked_later_and_given_as_much_time() -> None:
+    patience = Patience(least_seconds=lambda: 10.0, round_seconds=lambda: 100.0)
+    patience.note_timeout(LIAR, NeverEnding("others are first", only_waited=True))
+    assert patience.seconds(LIAR, 1000) == 50.0
+    assert patience.was_given_up(LIAR)
 
-        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-            await asyncio.sleep(float(request))
-            return Blob(request)
+
+class Holder:
+    """Has a blob of as many bytes as the request says, at once."""
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        return b""
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        return Blob(bytes(int(request)))
+
+
+def test_many_who_can_wait_all_get_theirs_from_one_slow_holder() -> None:
+    """All together need ten times as long as one may take; what they wait must not be taken for the holder's lies."""
+    size = 2 * LEAST_BYTES_PER_SECOND
+    limits = StreamLimits(upload_bytes_per_second=4 * size / 1.6)  # 1.6 s for a blob, four at a time
 
     async def main() -> None:
         network = MemoryNetwork(0)
-        await network.peer(LIAR).transport.serve(Slow())
+        await network.peer(LIAR, limits).transport.serve(Holder())
+
+        async def ask(name: str) -> None:
+            transport, patience = network.peer(name).transport, Patience(lambda: 1.0, lambda: 0.0)
+            assert patience.seconds(LIAR, size) == 2.0
+            while True:
+                try:
+                    await fetch_within(
+                        transport, LIAR, b"%d" % size, 60.0, size, lambda: patience.seconds(LIAR, size), patient=True
+                    )
+                    return
+                except NeverEnding as error:
+                    patience.note_timeout(LIAR, error)
+
+        await asyncio.gather(*(ask(f"newcomer {number}") for number in range(48)))
+
+    run_virtual(main(), 100.0)
+
+
+def test_who_can_wait_waits_and_is_sent_for_as_long_each() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(0)
+        await network.peer(LIAR, StreamLimits(upload_bytes_per_second=32000.0)).transport.serve(Late())
         transport = network.peer(PeerId("me")).transport
-        assert bytes((await fetch_within(transport, LIAR, b"5", 60.0, 10, lambda: 6.0))[1]) == b"5"
+        loop = asyncio.get_running_loop()
+        began = loop.time()  # 5 s until it comes, then 4 s until it is here
+        await fetch_within(transport, LIAR, b"5 128000", 60.0, 10**6, lambda: 6.0, patient=True)
+        assert loop.time() - began > 6.0
+        for seconds, size, patient, only_waited in (
+            (5, 128000, False, False),
+            (7, 1, True, True),
+            (1, 288000, True, False),
+        ):
+            words = b"%d %d" % (seconds, size)
+            with pytest.raises(NeverEnding) as caught:
+                await fetch_within(transport, LIAR, words, 60.0, 10**6, lambda: 6.0, patient=patient)
+            assert caught.value.only_waited is only_waited
+
+    run_virtual(main(), 1000.0)
+
+
+class Late(Holder):
+    """Has a blob some seconds later: a request says how many, and of how many bytes."""
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        seconds, size = map(int, request.split())
+        await asyncio.sleep(seconds)
+        return Blob(bytes(size))
+
+
+def test_a_fetch_is_given_up_as_a_whole() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(0)
+        await network.peer(LIAR).transport.serve(Late())
+        transport = network.peer(PeerId("me")).transport
+        assert len((await fetch_within(transport, LIAR, b"5 10", 60.0, 10, lambda: 6.0))[1]) == 10
         with pytest.raises(NeverEnding, match="did not finish within 6"):
-            await fetch_within(transport, LIAR, b"50", 60.0, 10, lambda: 6.0)
+            await fetch_within(transport, LIAR, b"50 10", 60.0, 10, lambda: 6.0)
 
     run_virtual(main(), 1000.0)
