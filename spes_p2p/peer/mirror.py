@@ -153,8 +153,9 @@ class Mirror:
 
     async def fetch_initial(self, store: StateStore) -> None:
         """Fetches the initial state of a run that does not start from its seed; see `fetch_start`."""
-        transport, in_thread = self._network.transport, self._tasks.in_thread
-        await fetch_start(self.run, store, transport, self.sources, in_thread, self._say)
+        network, in_thread = self._network, self._tasks.in_thread
+        check = EnvelopeChecker(network.verifier).check
+        await fetch_start(self.run, store, network.transport, check, self.sources, in_thread, self._say)
 
     async def await_genesis(self, organiser: Organiser) -> None:
         """Gives it to `organiser` once somebody has it; never returns."""

@@ -34,6 +34,7 @@ from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.scrub import TileRepairer
 from spes_p2p.sync.starting import TELL_SECONDS, Sources, fetch_start
 from spes_p2p.sync.surroundings import Disk
+from spes_p2p.sync.tasks import in_thread
 from spes_p2p.wire import pack
 
 WITHDRAW_SECONDS = 2.0
@@ -100,8 +101,8 @@ class Joining:
     async def _make_initial(self, store: StateStore) -> None:
         run, model = self._run.config.run, self._run.config.model
         if run.initial_state:
-            transport = self._node.transport
-            await fetch_start(self._run, store, transport, self._sources, asyncio.to_thread, self._node.say)
+            node = self._node
+            await fetch_start(self._run, store, node.transport, node.checker.check, self._sources, in_thread, node.say)
             return
         self._node.say("computing the initial state")
         initial = InitialState(self._run.layout, run.seed, model.init_std)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.patience import first_good
 from spes_p2p.exchange.transfers import InThread, Transfers, fill_state
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
@@ -28,17 +28,26 @@ from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Run
 
+T = TypeVar("T")
 TELL_SECONDS = 60.0
 """A person who waits for the run to begin, or for its first state, is told so this often."""
+STRAGGLER_SECONDS = 2.0
+"""Once one has said that it has that state, others get this much more to say so."""
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 
 
 async def fetch_start(
-    run: Run, store: StateStore, transport: Transport, sources: Sources, in_thread: InThread, say: Callable[[str], None]
+    run: Run,
+    store: StateStore,
+    transport: Transport,
+    check: CheckSignature,
+    sources: Sources,
+    in_thread: InThread,
+    say: Callable[[str], None],
 ) -> None:
     """Puts the state that a run starts from into an empty store as round 0, or zeros where the run has begun.
 
-    Asks again until somebody gives it, as one waits for genesis. Raises StorageFull.
+    Asks again until somebody gives it, as one waits for genesis. `in_thread` ends with its thread. Raises StorageFull.
     """
     root, transfers = Hash(bytes.fromhex(run.config.run.initial_state)), run.transfers(transport)
     size = bytes_text(store.layout.num_values * VALUE_BYTES)
@@ -46,12 +55,12 @@ async def fetch_start(
     loop, told, last = asyncio.get_running_loop(), float("-inf"), ""
     while True:
         holders = tuple(await sources())
-        with contextlib.suppress(NetworkError):
-            await _genesis(transfers, holders)
-            await in_thread(lambda: store.create_initial(zeros))
-            return
         try:
-            await _fetch(store, root, transfers, holders, in_thread)
+            # beside each other: of those who are asked for genesis some may never be done, and there may be none yet
+            begun, state = _genesis(run, transport, check, holders), _fetch(store, root, transfers, holders, in_thread)
+            await _answers((begun, state), "nobody gave it")
+            if store.latest() is None:
+                await in_thread(lambda: store.create_initial(zeros))
             return
         except (NetworkError, RemoteProtocolError) as error:
             text = f"the state that the run starts from could not be fetched yet: {error}"
@@ -63,36 +72,69 @@ async def fetch_start(
 
 async def fetch_genesis(run: Run, transport: Transport, check: CheckSignature, sources: Sources) -> Commit:
     """Genesis, checked, as soon as somebody has it; for who takes no part, and so brings none about."""
-    transfers = run.transfers(transport)
     while True:
         with contextlib.suppress(NetworkError):  # they wait as we do, or are gone
-            return await _genesis(transfers, await sources(), lambda commit: check_genesis(commit, run.info, check))
+            return await _genesis(run, transport, check, await sources())
         await asyncio.sleep(run.heartbeat_seconds)
 
 
-async def _genesis(
-    transfers: Transfers, holders: Iterable[PeerId], check: Callable[[Commit], None] = lambda commit: None
-) -> Commit:
-    """From the first that has one which `check` does not refuse. Raises NetworkError."""
+async def _genesis(run: Run, transport: Transport, check: CheckSignature, holders: Iterable[PeerId]) -> Commit:
+    """Checked, from the first that gives it. Raises NetworkError."""
+    transfers = run.transfers(transport)
 
     async def ask(holder: PeerId) -> Commit:
         part = await commits_from(transfers, holder, 0)
         if not part:
             raise RemoteProtocolError("the run has not begun there")
-        check(part[0])
+        check_genesis(part[0], run.info, check)
         return part[0]
 
-    return await first_good(holders, ask, "no peer has genesis")
+    return (await _answers(map(ask, holders), "no peer has genesis"))[0]
 
 
 async def _fetch(
     store: StateStore, root: Hash, transfers: Transfers, holders: tuple[PeerId, ...], in_thread: InThread
 ) -> None:
-    wanted = dict(enumerate(await transfers.hash_list(holders, root, 0)))
+    async def ask(holder: PeerId) -> tuple[PeerId, tuple[Hash, ...]]:
+        return holder, await transfers.hash_list((holder,), root, 0)
+
+    # who has the state gives its hashes at once; of others no tile is asked, since they may never be done
+    lists = await _answers(map(ask, holders), f"nobody has state {short(root)}", STRAGGLER_SECONDS)
     staging = store.staged(0) or store.stage(0, None)  # of a try before
-    await fill_state(staging, wanted, store, transfers, holders, in_thread)
+    wanted = dict(enumerate(lists[0][1]))
+    await fill_state(staging, wanted, store, transfers, [holder for holder, _ in lists], in_thread)
     await in_thread(staging.finish)
     await in_thread(staging.publish)
+
+
+async def _answers(works: Iterable[Coroutine[Any, Any, T]], failure: str, more_seconds: float = 0.0) -> list[T]:
+    """What those of `works` give that end well: the first, and who does within `more_seconds` after it. The others are
+    ended. Raises NetworkError where none does.
+    """
+    waiting = tasks = [asyncio.create_task(work) for work in works]
+    found, reasons = list[T](), list[str]()
+
+    async def wait(seconds: float | None, until: str) -> list[asyncio.Task[T]]:
+        done, _ = await asyncio.wait(waiting, timeout=seconds, return_when=until)
+        for task in (task for task in waiting if task in done):
+            try:
+                found.append(task.result())
+            except (NetworkError, RemoteProtocolError) as error:
+                reasons.append(str(error))
+        return [task for task in waiting if task not in done]
+
+    try:
+        while waiting and not found:
+            waiting = await wait(None, asyncio.FIRST_COMPLETED)
+        if waiting and more_seconds:
+            await wait(more_seconds, asyncio.ALL_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if not found:
+        raise NetworkError(f"{failure} ({'; '.join(dict.fromkeys(reasons)) or 'nobody to ask'})")
+    return found
 
 
 def zeros(tile: Tile) -> Values:

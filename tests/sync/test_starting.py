@@ -9,14 +9,19 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import PeerId
+from spes_p2p.exchange.requests import CHAIN, ChainPart, kind_of, unpack_request
+from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from spes_p2p.wire import pack
+from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
 
 T = TypeVar("T")
@@ -108,5 +113,59 @@ def test_a_stranger_fills_no_log_of_who_waits_for_the_state(tmp_path: Path) -> N
         await asyncio.wait([join])
         del swarm.peers[name]
         await swarm.start_organiser()
+
+    started(tmp_path, play)
+
+
+class Stranger:
+    """Gives what it calls genesis, or is never done."""
+
+    def __init__(self, swarm: MemorySwarm, name: str, genesis: Commit | None = None) -> None:
+        self.swarm, self.name, self.genesis = swarm, PeerId(name), genesis
+
+    async def come(self) -> None:
+        """All who ask for sources hear of it."""
+        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=self.name)
+        self.swarm.peers[self.name] = ghost
+        await self.swarm.network.peer(self.name).transport.serve(self)
+
+    def go(self) -> None:
+        del self.swarm.peers[self.name]
+        self.swarm.network.kill(self.name)
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        raise RemoteProtocolError("nothing here")
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        if self.genesis is None:
+            await asyncio.Event().wait()
+        if self.genesis is None or kind_of(unpack_request(request)) != CHAIN:
+            raise RemoteProtocolError("nothing here")
+        return Blob(pack(ChainPart((pack(self.genesis),))))
+
+
+def test_what_a_stranger_calls_genesis_is_checked(tmp_path: Path) -> None:
+    """Who believed it would take the run for begun, and fetch its start only when it begins."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        stranger = Stranger(swarm, "stranger", MadeRun().genesis(sha256(b"another")))
+        await stranger.come()
+        await swarm.start(["a", "b", "c"])
+        stranger.go()
+        assert not any("fetching the state of the run" in text for peer in swarm.up for text in peer.said)
+        await swarm.until_round(1)
+
+    started(tmp_path, play)
+
+
+def test_strangers_that_are_never_done_do_not_hold_up_those_who_wait_for_the_run(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        strangers = [Stranger(swarm, f"stranger {number}") for number in range(2 * Transfers.PARALLEL)]
+        for stranger in strangers:
+            await stranger.come()
+        await swarm.start(["a", "b", "c"])
+        assert asyncio.get_running_loop().time() < Transfers.LEAST_SECONDS
+        for stranger in strangers:
+            stranger.go()
 
     started(tmp_path, play)
