@@ -255,7 +255,10 @@ class Settling:
         """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
         run, check = self._run, self._node.checker.check
         catch_up = CatchUp(run.info, run.rules, check, self._chain, self._store, self._transfers, asyncio.to_thread)
-        for peer in await self._sources():
+        sources = [*await self._sources()]
+        while sources:
+            # whom the newest certificate names first: strangers may be many, and never done
+            sources.remove(peer := min(sources, key=self._is_stranger))
             known = self._chain.length - 1  # perhaps from somebody who has no state
             for commit in dict.fromkeys((await self._newest(catch_up, peer, tip, known), tip)):
                 try:
@@ -264,6 +267,9 @@ class Settling:
                 except (NetworkError, RemoteProtocolError) as error:
                     reasons.append(f"{short(peer)}: {error}")
         return None
+
+    def _is_stranger(self, peer: PeerId) -> bool:
+        return peer != self._run.info.organiser and not self._chain.names(peer)
 
     async def _newest(self, catch_up: CatchUp, peer: PeerId, tip: Commit, known: int) -> Commit:
         try:

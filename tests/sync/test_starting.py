@@ -169,3 +169,20 @@ def test_strangers_that_are_never_done_do_not_hold_up_those_who_wait_for_the_run
             stranger.go()
 
     started(tmp_path, play)
+
+
+def test_nor_a_newcomer_that_members_can_give_the_newest_state(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        strangers = [Stranger(swarm, f"stranger {number}") for number in range(3)]
+        for stranger in strangers:
+            await stranger.come()
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3, "abc")
+        await swarm.kill_organiser()
+        late = await asyncio.wait_for(swarm.add("late"), Transfers.LEAST_SECONDS / 2)
+        assert late.round >= 3
+        for stranger in strangers:
+            stranger.go()
+        await swarm.start_organiser()
+
+    started(tmp_path, play)
