@@ -27,13 +27,13 @@ from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
-from spes_p2p.peer.folder import as_it_began, claim_folder, kept_run, open_archive
+from spes_p2p.peer.folder import claim_folder, kept_run, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
 from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.node_metrics import NodeState, measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
-from spes_p2p.peer.remote_archive import RemoteArchive
+from spes_p2p.peer.remote_archive import RemoteArchive, run_as_it_began
 from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_own_start, make_start, start_folder, start_from, start_from_own
@@ -176,7 +176,8 @@ async def _serve_on(
             await asyncio.Event().wait()
     else:
         dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
-        info = as_it_began(options.folder, describe_run(run.config, dataset, network.signer.peer_id))
+        now = describe_run(run.config, dataset, network.signer.peer_id)
+        info = await run_as_it_began(options.folder, options.archive, now)
         await RunNode(options, run, info, network, say).serve(ready)
 
 
@@ -269,8 +270,7 @@ class RunNode:
             for line in [*lines, *how_to_join(self._contacts.word, options.folder, addresses, brings_data)]:
                 self._say(line)
             port, host = options.metrics_port, options.metrics_host
-            metrics = measuring(port, host, self._info.run_id, self._me, self._look, self._say)
-            await ends.enter_async_context(metrics)
+            await ends.enter_async_context(measuring(port, host, self._info.run_id, self._me, self._look, self._say))
             ready(join_command(network.transport.addresses, self._info))
             await watch.start()  # after that: where few answer, a look at the DHT takes long
             await _first_failure(self._trouble, *self._chores(store))

@@ -19,11 +19,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spes_p2p.config.load import extends
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
@@ -31,6 +32,7 @@ from spes_p2p.errors import NetworkError, PermanentError, RemoteProtocolError, S
 from spes_p2p.files import PARTIAL, write_whole
 from spes_p2p.ids import HASH_BYTES, Hash
 from spes_p2p.observe.metrics import bytes_text
+from spes_p2p.peer.folder import as_it_began, holds_run
 from spes_p2p.peer.remote_folder import CHECK_FIX, RemoteFolder
 from spes_p2p.state.hashes import hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES
@@ -38,6 +40,7 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.chain import Chain, check_links
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.organising.renewer import RENEWALS
 from spes_p2p.wire import pack, unpack
@@ -49,7 +52,7 @@ LOOK_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 AT_ONCE = 8
 """Requests that are under way together: most of each is spent waiting."""
-NEWEST = "newest"
+NEWEST, CONFIG = "newest", "run.yaml"
 MEND_FIX = "start the node that kept it once more, with its own folder: it writes the file again; or put a copy there"
 
 
@@ -229,7 +232,7 @@ class RemoteArchive:
         missing = [name for name in tiles if there.get(_tile(name)) != len(version.tile(tiles[name]))]
         for some in _parts(missing, AT_ONCE):
             await _each([self._put_tile(version, tiles[name], name) for name in some])
-        await self._in_thread(self._folder.write, "run.yaml", self._run.info.config.encode())
+        await self._in_thread(self._folder.write, CONFIG, self._run.info.config.encode())
         kept = _Kept(line, version.tile_hashes)
         await self._in_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
         await self._check_there(tiles)
@@ -336,6 +339,28 @@ class RemoteArchive:
         if text != self._said:
             self._said = text
             self._say(text)
+
+
+async def run_as_it_began(folder: Path, archive: str | None, info: RunInfo) -> RunInfo:
+    """See `as_it_began`: by the archive at a URL, where no run has begun in the folder. Raises NetworkError."""
+    found = None
+    if archive is not None and "://" in archive and not holds_run(folder):
+        found = await asyncio.to_thread(_archived_run, RemoteFolder(archive), info)
+    return found or as_it_began(folder, info)
+
+
+def _archived_run(folder: RemoteFolder, info: RunInfo) -> RunInfo | None:
+    """The run of `info` with the config that is there, where that says less (see `extends`), and the genesis there is
+    of it; else None."""
+    config, pointer = folder.read(CONFIG), folder.read(NEWEST)
+    with suppress(RemoteProtocolError, UnicodeDecodeError):
+        state = None if pointer is None else folder.read(_state(_name_in(pointer)))
+        genesis = None if state is None else folder.read(_commit(Hash(state[:HASH_BYTES])))
+        if config is not None and genesis is not None:
+            found = replace(info, config=config.decode())
+            is_whole = found.fingerprint == unpack(Commit, genesis).manifest.fingerprint
+            return found if is_whole and extends(info.config, found.config) else None
+    return None
 
 
 def _named(folder: str, name: Hash) -> str:

@@ -9,20 +9,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.peer.remote_archive import RemoteArchive
+from spes_p2p.peer.remote_archive import RemoteArchive, run_as_it_began
 from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
@@ -128,6 +130,36 @@ def test_a_run_goes_on_from_the_url_alone_when_everybody_is_gone(folder: Path) -
         assert renewal.certificate.by_organiser
         assert renewal.manifest.state_root == newest.state_root
         check_agreement(swarm)
+
+    with_archive(folder, play, CONFIG)
+
+
+@pytest.mark.parametrize("change", ["", "another", "damaged"])
+def test_a_node_that_has_lost_its_disk_goes_on_with_a_run_that_an_earlier_version_began(
+    folder: Path, change: str
+) -> None:
+    """That version did not know all keys that this one publishes."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        info, node = swarm.info, folder / "node"
+        tree = yaml.safe_load(info.config)
+        del tree["data"]["eos_id"]
+        older = replace(info, config=yaml.safe_dump(tree, sort_keys=False))
+        swarm.run = replace(swarm.run, info=older)
+        await kept_evening(swarm)
+        if change == "damaged":
+            RemoteFolder(URL).write("run.yaml", older.config.encode()[:-100])
+        now = info
+        if change == "another":
+            now = describe_run(small_config("optimizer.lr=0.5"), info.dataset, info.organiser)
+        found = await run_as_it_began(node, URL, now)
+        assert found == (now if change else older)
+        keeper, chain = swarm.node(swarm.network.peer("keeper"), lambda text: None), Chain(node / "chain")
+        run = replace(swarm.run, info=found)
+        archive = RemoteArchive(RemoteFolder(URL), run, keeper.checker.check, lambda text: None, free, free)
+        with pytest.raises(PermanentError, match="is the archive of another run") if change else nullcontext():
+            await archive.restore_chain(chain, node / "renewals")
+        assert bool(chain.length) == (not change)
 
     with_archive(folder, play, CONFIG)
 
