@@ -67,7 +67,6 @@ class Joining:
         self._checkpoints = checkpoints
         self._told_of: set[PeerId] = set()
         self._said: set[str] = set()
-        self._transfers = run.transfers(node.transport)
 
     async def enter(self, intent: Intent, data: Callable[[DataRequest], Blob] | None = None) -> Disk:
         """Opens the disk and waits for genesis if there is none yet. `data`: see `Disk`.
@@ -160,7 +159,8 @@ class Joining:
             answer = await self._node.transport.call(peer, pack(envelope), 4 * self._run.heartbeat_seconds)
             commit = self._node.checker.open(peer, answer).commit
             if commit is None or commit.manifest.round > 0:
-                part = await commits_from(self._transfers, peer, 0)
+                # streams of its own for each, since some may never be done with theirs
+                part = await commits_from(self._run.transfers(self._node.transport), peer, 0)
                 commit = part[0] if part else None
             if commit is not None:
                 check_genesis(commit, self._run.info, self._node.checker.check)

@@ -80,10 +80,9 @@ async def fetch_genesis(run: Run, transport: Transport, check: CheckSignature, s
 
 async def _genesis(run: Run, transport: Transport, check: CheckSignature, holders: Iterable[PeerId]) -> Commit:
     """Checked, from the first that gives it. Raises NetworkError."""
-    transfers = run.transfers(transport)
 
     async def ask(holder: PeerId) -> Commit:
-        part = await commits_from(transfers, holder, 0)
+        part = await commits_from(run.transfers(transport), holder, 0)  # some may never be done with their streams
         if not part:
             raise RemoteProtocolError("the run has not begun there")
         check_genesis(part[0], run.info, check)
