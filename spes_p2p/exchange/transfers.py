@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -213,9 +213,14 @@ class Transfers:
                 poor.add(holder)
                 raise
 
+        def next_best() -> Iterator[PeerId]:  # other parts may have found out meanwhile who gives nothing
+            left = list(holders)
+            while left:
+                left.remove(peer := self._in_order(left, have(), poor, sum(sizes))[0])
+                yield peer
+
         async with self._turns.turn(place):  # whom to ask is decided when our turn comes
-            in_order = self._in_order(holders, have(), poor, sum(sizes))
-            return await first_good(in_order, ask, f"no peer could provide {len(ids)} tiles from {ids[0]} on")
+            return await first_good(next_best(), ask, f"no peer could provide {len(ids)} tiles from {ids[0]} on")
 
     def _in_order(
         self, holders: Sequence[PeerId], sure: Collection[PeerId], poor: Collection[PeerId], size: int

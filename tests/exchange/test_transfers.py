@@ -188,6 +188,25 @@ def test_a_silent_holder_is_waited_for_once() -> None:
     play(story)
 
 
+def test_who_was_found_silent_by_one_part_is_not_waited_for_by_another() -> None:
+    async def story(site: Site) -> None:
+        silent = [PeerId(f"silent {number}") for number in range(6)]
+        for name in silent:
+            await site.holder(name, right)
+            site.network.freeze(name)
+        await site.holder(B, right)
+        began, got = asyncio.get_running_loop().time(), list[int]()
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            got.extend(tile_id for tile_id, _, _ in tiles)
+
+        await site.transfers.tiles(WANTED, [*silent, B], take, spread=True)
+        assert sorted(got) == list(WANTED)
+        assert asyncio.get_running_loop().time() - began < 20.0  # 5 s each, two at a time
+
+    play(story)
+
+
 def test_a_state_is_fetched_from_several_holders() -> None:
     async def story(site: Site) -> None:
         holders = [await site.holder(B, right), await site.holder(C, right)]
