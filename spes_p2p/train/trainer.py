@@ -77,7 +77,7 @@ class Trainer:
         self.is_parked = False
         """Whether the tensors are off the device."""
         self._late_state: tuple[BlockSource, int, bool] | None = None
-        self._late_bases: tuple[dict[int, Basis], bool] | None = None
+        self._late_bases: list[tuple[dict[int, Basis], bool]] = []
         build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
         with build, telling_of_memory("making the model"):
             self._rank = rank_trainer(config, layout, self._ranks)
@@ -125,12 +125,12 @@ class Trainer:
         self.is_parked = False  # what follows are calls as usual
         with self._command("wake"), telling_of_memory("going on after a pause"):
             self._rank.wake()
-        state, bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, None
+        state, late_bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, []
         if state is not None:
             values, step, keep_moments = state
             self.adopt((), values, step, keep_moments)
-        if bases is not None:
-            self.use_bases(*bases)
+        for bases, left_out in late_bases:
+            self.use_bases(bases, left_out)
 
     @property
     def held(self) -> Held:
@@ -187,7 +187,9 @@ class Trainer:
         after `adopt`.
         """
         if self.is_parked:
-            self._late_bases = dict(bases), left_out
+            if self._late_bases and self._late_bases[-1][1] == left_out:  # the last of them does what all do
+                self._late_bases.pop()
+            self._late_bases.append((dict(bases), left_out))
             return
         marks = {column: basis.mark for column, basis in bases.items()}
         if self._rank.guests is not None:

@@ -243,6 +243,27 @@ def test_who_was_left_out_carries_all_of_it_into_the_next_basis() -> None:
     assert all(np.array_equal(found[column].values, whole[column].values) for column in (0, 3, 5))
 
 
+def test_a_parked_guest_carries_on_nothing_that_a_round_has_taken_in() -> None:
+    """A round counts it and gives column 2 another basis; then rounds leave it out, which give it to 2 and 3."""
+    config = guest_config()
+    parked, other = guest(config, tuple(range(6))), guest(config, tuple(range(6)))
+    for trainer in (parked, other):
+        trainer.adopt((), initial(config), 0)
+        trainer.train_step(batch_of(0))
+    parked.park()
+    second = bases(config) | bases(config, (2,), number=1)
+    for trainer in (parked, other):
+        for news, left_out in ((second, False), (second | bases(config, (2, 3), number=2), True)):
+            trainer.adopt((), initial(config), 1)
+            trainer.use_bases(news, left_out)
+    assert parked.is_parked
+    parked.wake()
+    found, wanted = parked.coordinates(), other.coordinates()
+    assert not wanted[2].values.any()
+    assert wanted[3].values.any()
+    assert all(np.array_equal(found[column].values, wanted[column].values) for column in FOREIGN)
+
+
 def test_columns_that_change_hands() -> None:
     config = guest_config()
     trainer = guest(config)
