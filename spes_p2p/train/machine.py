@@ -127,7 +127,7 @@ class TrainerMachine:
         full = 0 if self.turn is None else self.turn.manifest.steps_per_round
         if self.stage is Stage.AHEAD:
             return min(self._rules.overlap_steps or full, full) - self.lead.steps
-        return full - self.own_steps if self.stage is Stage.TRAINING else 0
+        return max(0, full - self.own_steps) if self.stage is Stage.TRAINING else 0  # the round ahead may be shorter
 
     @property
     def needs_a_step(self) -> bool:

@@ -188,6 +188,17 @@ def test_steps_made_ahead_belong_to_the_next_round() -> None:
     assert machine.place.consumed == 2 * BATCH
 
 
+def test_nothing_is_left_of_a_round_that_is_shorter_than_what_was_made_ahead_of_it() -> None:
+    machine = started(replace(RULES, overlaps=True))
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    ready = contribution(machine)
+    machine.handle(GoAhead())
+    train(machine, 3)
+    commit(machine, ready, newest=replace(after(GENESIS, ready), steps_per_round=1))
+    assert (machine.own_steps, machine.steps_left) == (3, 0)
+
+
 def test_who_is_not_named_any_more_stands_aside_until_it_is() -> None:
     machine = started()
     train(machine, 1)
