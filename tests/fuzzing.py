@@ -116,7 +116,7 @@ def _records() -> dict[str, Target]:
     sealed = envelope.seal(FakeKeys().signer(publisher), records.RUNS_KEY, pack(examples()["RunRecord"]), now + 60)
 
     def of_peer(data: bytes) -> object:
-        return records.parse_peer(examples()["PeerRecord"].peer, data)
+        return records.parse(records.PeerRecord, examples()["PeerRecord"].peer, data)
 
     return {
         "DHT envelopes": Target(

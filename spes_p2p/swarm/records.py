@@ -6,9 +6,10 @@ kept. Whoever reads a record knows its publisher from the directory; a record th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
@@ -19,7 +20,6 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import HASH_BYTES, MAX_PEER_ID, RUN_ID, Hash, PeerId
 from spes_p2p.swarm.vitals import Round, Vitals
 
-T = TypeVar("T")
 RUNS_KEY = "spes-p2p/runs"
 ROLES = ("peer", "bootstrap")
 MAX_COUNT = 2**60
@@ -152,6 +152,9 @@ class HeadRecord(Bounded):
     """When the publisher first had it, by its wall clock; for people."""
 
 
+AnyRecord = TypeVar("AnyRecord", RunRecord, PeerRecord, HeadRecord)
+
+
 def fitting(record: PeerRecord) -> PeerRecord:
     """Without the load of its experts where they are too many for the directory."""
     if len(wire.pack(record)) <= _OF_A_RUN["peers"].record_bytes:
@@ -160,35 +163,21 @@ def fitting(record: PeerRecord) -> PeerRecord:
     return replace(record, vitals=vitals)
 
 
-def parse_run(publisher: PeerId, data: bytes) -> RunRecord:
-    """Raises RemoteProtocolError. Anybody in a run may announce it."""
-    return wire.unpack(RunRecord, data, max_bytes=MAX_VALUE_BYTES)
-
-
-def parse_peer(publisher: PeerId, data: bytes) -> PeerRecord:
-    """Raises RemoteProtocolError, also where the record describes another peer than its publisher."""
-    record = wire.unpack(PeerRecord, data, max_bytes=MAX_VALUE_BYTES)
-    if record.peer != publisher:
+def parse(kind: type[AnyRecord], publisher: PeerId, data: bytes) -> AnyRecord:
+    """Raises RemoteProtocolError, also where a peer describes another one. Anybody in a run may announce it."""
+    record = wire.unpack(kind, data, max_bytes=MAX_VALUE_BYTES)
+    if isinstance(record, PeerRecord) and record.peer != publisher:
         raise RemoteProtocolError(f"{publisher} published a record in the name of {record.peer}")
     return record
 
 
-def parse_head(publisher: PeerId, data: bytes) -> HeadRecord:
-    """Raises RemoteProtocolError."""
-    return wire.unpack(HeadRecord, data, max_bytes=MAX_VALUE_BYTES)
-
-
-def parse_all(
-    parse: Callable[[PeerId, bytes], T], published: Mapping[PeerId, bytes]
-) -> tuple[dict[PeerId, T], dict[PeerId, str]]:
-    """(records by publisher, what was wrong with the others)."""
-    records, wrong = {}, {}
+def parse_all(kind: type[AnyRecord], published: Mapping[PeerId, bytes]) -> dict[PeerId, AnyRecord]:
+    """The records that are in order, by publisher."""
+    records = {}
     for publisher, data in published.items():
-        try:
-            records[publisher] = parse(publisher, data)
-        except RemoteProtocolError as error:
-            wrong[publisher] = str(error)
-    return records, wrong
+        with contextlib.suppress(RemoteProtocolError):
+            records[publisher] = parse(kind, publisher, data)
+    return records
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from spes_p2p.swarm.records import (
     fitting,
     heads_key,
     parse_all,
-    parse_peer,
     peers_key,
 )
 from spes_p2p.sync.genesis import RunInfo
@@ -131,7 +130,7 @@ class Announcer:
 
     async def learn(self) -> None:
         """Reads who is there and where; keeps what was known when nobody answers."""
-        records, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id)))
+        records = parse_all(PeerRecord, await self._directory.read(peers_key(self._info.run_id)))
         self.known = {peer: record for peer, record in records.items() if record.run_id == self._info.run_id}
         for peer, record in self.known.items():
             if peer != self._transport.peer_id and record.addresses:

@@ -27,8 +27,6 @@ from spes_p2p.swarm.records import (
     heads_key,
     newest_heads,
     parse_all,
-    parse_head,
-    parse_peer,
     peers_key,
 )
 from spes_p2p.sync.genesis import GENESIS
@@ -44,7 +42,7 @@ Accept = Callable[[Commit, tuple[PeerId, ...]], Awaitable[bool]]
 
 async def read_peers(network: Network, run_id: str, timeout_seconds: float) -> dict[PeerId, PeerRecord]:
     """What the nodes of a run say of themselves in the DHT; where they are is known from now on. Raises PeerSilent."""
-    peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(run_id), timeout_seconds))
+    peers = parse_all(PeerRecord, await network.directory.read(peers_key(run_id), timeout_seconds))
     for peer, record in peers.items():
         network.transport.learn(peer, record.addresses)
     return peers
@@ -52,7 +50,7 @@ async def read_peers(network: Network, run_id: str, timeout_seconds: float) -> d
 
 async def read_heads(network: Network, run_id: str, timeout_seconds: float) -> dict[PeerId, HeadRecord]:
     """The newest commits that are announced, by who has them; nothing is checked. Raises PeerSilent."""
-    return parse_all(parse_head, await network.directory.read(heads_key(run_id), timeout_seconds))[0]
+    return parse_all(HeadRecord, await network.directory.read(heads_key(run_id), timeout_seconds))
 
 
 async def newest_commit(

@@ -13,7 +13,7 @@ from spes_p2p.exchange.patience import ask_small
 from spes_p2p.exchange.requests import RunRequest
 from spes_p2p.ids import short
 from spes_p2p.swarm.ports import Directory, Network, Transport
-from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
+from spes_p2p.swarm.records import RUNS_KEY, RunGroup, RunRecord, group_runs, parse_all
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.wire import unpack
 
@@ -29,7 +29,7 @@ async def find_run(
     Raises NetworkError when none is announced, ConfigError when there is a choice or none is the one asked for,
     RemoteProtocolError when it speaks another wire version than this program.
     """
-    records, _ = parse_all(parse_run, await directory.read(RUNS_KEY, timeout_seconds))
+    records = parse_all(RunRecord, await directory.read(RUNS_KEY, timeout_seconds))
     group = choose_run(group_runs(records), run_id, fingerprint)
     versions = group.wire_versions
     if WIRE_VERSION not in versions:

@@ -18,10 +18,9 @@ from spes_p2p.swarm.records import (
     RUNS_KEY,
     HeadRecord,
     PeerRecord,
+    RunRecord,
     heads_key,
-    parse_head,
-    parse_peer,
-    parse_run,
+    parse,
     peers_key,
 )
 from spes_p2p.sync.announce import EVERY_SECONDS, LOOK_SECONDS, TTL_SECONDS, Announcer
@@ -81,7 +80,7 @@ def test_the_last_record_of_a_node_stays_and_nobody_waits_long_for_it() -> None:
         await a.announcer.say_last()
         await asyncio.sleep(3 * EVERY_SECONDS)
         published = await b.peer.directory.read(peers_key(run.info.run_id))
-        assert parse_peer(A, published[A]).tokens_per_second == 1.0
+        assert parse(PeerRecord, A, published[A]).tokens_per_second == 1.0
         network.partition([A])
         began = asyncio.get_running_loop().time()
         await a.announcer.say_last()
@@ -92,16 +91,16 @@ def test_the_last_record_of_a_node_stays_and_nobody_waits_long_for_it() -> None:
 
 async def heads(node: Node, run_id: str) -> dict[PeerId, HeadRecord]:
     published = await node.peer.directory.read(heads_key(run_id))
-    return {peer: parse_head(peer, data) for peer, data in published.items()}
+    return {peer: parse(HeadRecord, peer, data) for peer, data in published.items()}
 
 
 def test_run_and_peer_are_published_at_once_and_kept_fresh() -> None:
     async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
         await asyncio.sleep(4 * TTL_SECONDS)
         runs = await other.peer.directory.read(RUNS_KEY)
-        assert {parse_run(peer, data).fingerprint for peer, data in runs.items()} == {run.info.fingerprint}
+        assert {parse(RunRecord, peer, data).fingerprint for peer, data in runs.items()} == {run.info.fingerprint}
         peers = await other.peer.directory.read(peers_key(run.info.run_id))
-        written = parse_peer(A, peers[A]).written_at_seconds
+        written = parse(PeerRecord, A, peers[A]).written_at_seconds
         assert WALL + asyncio.get_running_loop().time() - written < 2 * EVERY_SECONDS
         assert await other.announcer.sources() == [A]
 
