@@ -25,7 +25,10 @@ _PURPOSE = "spes-p2p record 1"
 
 @dataclass(frozen=True)
 class Statement:
-    """What the publisher signs. `purpose` keeps the signature from being taken for one of something else."""
+    """What the publisher signs: a value that `peer` published under `key`, until `expiration` (wall clock seconds).
+
+    `purpose` keeps the signature from being taken for one of something else.
+    """
 
     purpose: str
     key: str
@@ -41,16 +44,6 @@ class Envelope:
     signature: bytes
 
 
-@dataclass(frozen=True)
-class Record:
-    """A value that `peer` published under `key`, valid until `expiration` (wall clock seconds)."""
-
-    key: str
-    peer: PeerId
-    expiration: float
-    value: bytes
-
-
 def seal(signer: Signer, key: str, value: bytes, expiration: float) -> bytes:
     """The envelope of `value` under `key`. Raises LocalProtocolError for what readers would drop (`bounds_of`)."""
     if unfit := _unfit(key, value):
@@ -59,7 +52,7 @@ def seal(signer: Signer, key: str, value: bytes, expiration: float) -> bytes:
     return wire.pack(Envelope(statement, signer.public_key, signer.sign(wire.pack(statement))))
 
 
-def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId, now: float) -> Record:
+def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId, now: float) -> Statement:
     """The record in `data`, found under (`key`, `peer`); None: under a key that is not known.
 
     Raises RemoteProtocolError where it is malformed, too large, expired, valid for too long, made for another key or
@@ -77,7 +70,7 @@ def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId
         raise RemoteProtocolError(f"a record of {statement.peer!r} for {statement.key!r} was found in another's place")
     if not verifier.verify(peer, envelope.public_key, wire.pack(statement), envelope.signature):
         raise RemoteProtocolError(f"a record names {statement.peer!r}, which did not sign it")
-    return Record(statement.key, peer, statement.expiration, statement.value)
+    return statement
 
 
 def _unfit(key: str, value: bytes) -> str:

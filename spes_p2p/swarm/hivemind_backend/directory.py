@@ -163,11 +163,9 @@ class HivemindDirectory:
         records = {}
         for peer, data in self._in_bounds(key, {PeerId(subkey): item.value for subkey, item in found.value.items()}):
             try:
-                opened = envelope.open_envelope(self._verifier, data, key, peer, time.time())
+                records[peer] = envelope.open_envelope(self._verifier, data, key, peer, time.time()).value
             except RemoteProtocolError:
                 self._dropped += 1
-            else:
-                records[opened.peer] = opened.value
         self._read[key] = frozenset(records)
         return records
 
