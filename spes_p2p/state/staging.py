@@ -57,7 +57,7 @@ class Staging:
         self._sound: set[int] = set()
         """Blocks of the parent that were hashed."""
         (folder / WIRE_FOLDER).mkdir(parents=True, exist_ok=True)
-        wire_hashes = finished.wire_hashes if finished else ()
+        wire_hashes = finished.wire.hashes if finished else ()
         known = {tile_id: tile_hash for tile_id, tile_hash in enumerate(wire_hashes) if tile_hash != NO_HASH}
         wire = TileArea(folder / WIRE_FOLDER, layout, known, encoded=True)
         self._aside = TileArea(folder / _ASIDE_FOLDER, layout, encoded=True)

@@ -186,7 +186,7 @@ class StateStore:
     def wire_hashes(self, round: int) -> tuple[Hash, ...] | None:
         """The hashes of what a round handed out, None where that is not known here."""
         if round in self._versions:
-            return self._versions[round].wire_hashes
+            return self._versions[round].wire.hashes
         return self.wires.folders[round].hashes if round in self.wires.folders else None
 
     def round_of(self, tile_hash: Hash) -> int | None:

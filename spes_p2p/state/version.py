@@ -162,11 +162,6 @@ class Version(TileFiles):
         self.damaged: set[int] = set()
         """Tiles known to be damaged and not mended yet: nobody may take their bytes for what they should be."""
 
-    @property
-    def wire_hashes(self) -> tuple[Hash, ...]:
-        """The wire hash of each tile; NO_HASH for tiles that the round did not hand out (or dropped since)."""
-        return self.wire.hashes
-
     def sound_tile(self, tile_id: int) -> memoryview:
         """The bytes of a tile of the state, hashed first: damage must not spread. Raises TileDamaged."""
         data = self.tile(tile_id)
@@ -181,17 +176,13 @@ class Version(TileFiles):
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The bytes with this state or wire hash, or None. They are hashed first: a disk may have changed them."""
-        tile_id = self._by_hash.get(tile_hash, -1)
-        if tile_id < 0:
+        tile_id = self._by_hash.get(tile_hash)
+        if tile_id is None:
             return self.wire.find(tile_hash)
         try:
-            data = self.tile(tile_id)
-        except (OSError, ValueError):  # its file is gone, or was cut short
+            return self.sound_tile(tile_id)
+        except TileDamaged:
             return None
-        if hash_tile(data) == tile_hash:
-            return data
-        self.damaged.add(tile_id)
-        return None
 
     def holds(self, tile_hash: Hash) -> bool:
         """Whether this is the state hash of one of its tiles; nothing is read."""

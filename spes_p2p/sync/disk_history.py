@@ -104,7 +104,7 @@ class DiskHistory:
             made = self._candidate.finished(commit.manifest.state_root)
             assert made is not None
             self._disk.residuals.settle(
-                commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
+                commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire.hashes[tile_id]
             )
             self._chain.append(commit)
             reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)

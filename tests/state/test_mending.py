@@ -150,7 +150,7 @@ def test_a_damaged_list_of_what_was_handed_out_costs_nothing_else(store: StateSt
     for folder in ("round-00000001", "staging-00000002"):
         (store.directory / folder / "wire" / "hashes.bin").write_bytes(b"cut")
     again = reopened(store)
-    assert set(again.version(1).wire_hashes) == {bytes(32)}
+    assert set(again.version(1).wire.hashes) == {bytes(32)}
     staged = again.staged(2)
     assert staged is not None
     staged.publish()

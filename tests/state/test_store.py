@@ -40,7 +40,7 @@ def test_a_version_has_the_values_that_were_staged(tmp_path: Path) -> None:
     version = store.version(1)
     for block, values in enumerate(new_values(store.layout, 1)):
         np.testing.assert_array_equal(version.block(block), values)
-    assert version.tile_hashes == version.wire_hashes == hashes
+    assert version.tile_hashes == version.wire.hashes == hashes
     assert store.rounds() == (0, 1)
     assert store.latest() is version
     store.version(1).verify()
@@ -81,7 +81,7 @@ def test_tiles_that_were_not_staged_keep_the_parents_values(tmp_path: Path) -> N
     np.testing.assert_array_equal(store.version(0).block(1), before)
     changed = [at for at, (new, old) in enumerate(zip(hashes, store.version(0).tile_hashes)) if new != old]
     assert changed == [tile.id]
-    assert [at for at, tile_hash in enumerate(version.wire_hashes) if tile_hash != NO_HASH] == [tile.id]
+    assert [at for at, tile_hash in enumerate(version.wire.hashes) if tile_hash != NO_HASH] == [tile.id]
     store.version(1).verify()
 
 
@@ -98,8 +98,8 @@ def test_a_merge_reads_the_values_before_it_and_leaves_the_wire_tiles(tmp_path: 
     version = staging.publish()
     np.testing.assert_array_equal(version.block(1), 2 * before[1])
     tile = store.layout.tiles_of(1)[0]
-    assert content(version.find(version.wire_hashes[tile.id])) == before[1][tile.start : tile.stop].tobytes()
-    assert version.wire_hashes[0] == NO_HASH
+    assert content(version.find(version.wire.hashes[tile.id])) == before[1][tile.start : tile.stop].tobytes()
+    assert version.wire.hashes[0] == NO_HASH
     store.version(1).verify()
 
 

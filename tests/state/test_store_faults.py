@@ -107,7 +107,7 @@ def test_a_staging_is_cleaned_on_open_unless_it_was_finished(tmp_path: Path) -> 
     assert again.find(hashes[tile_id]) is not None
     kept.publish()
     again.version(1).verify()
-    assert again.version(1).wire_hashes[tile_id] == hashes[tile_id]
+    assert again.version(1).wire.hashes[tile_id] == hashes[tile_id]
 
 
 @pytest.mark.parametrize("keep_state", [True, False])
