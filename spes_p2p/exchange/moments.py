@@ -88,11 +88,8 @@ class MomentStore:
 
     def serve(self, head: Hash, first_tile: int, count: int) -> tuple[MomentsHead, bytes] | None:
         """Means, then squares, of consecutive tiles of one column; None where they are not offered."""
-        offer = self._offer
-        if head not in offer.heads or first_tile < 0 or count < 1:
-            return None
-        tiles = self._layout.tiles[first_tile : first_tile + count]
-        if len(tiles) != count or tiles[0].block != tiles[-1].block:
+        offer, tiles = self._offer, self._layout.consecutive(first_tile, count)
+        if head not in offer.heads or not tiles:
             return None
         moments = offer.columns.get(tiles[0].block - 1)
         if moments is None or not moments.steps:

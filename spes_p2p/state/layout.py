@@ -161,6 +161,11 @@ class Layout:
         tile_range = self._tile_ranges[block]
         return self.tiles[tile_range.start : tile_range.stop]
 
+    def consecutive(self, first_tile: int, count: int) -> tuple[Tile, ...]:
+        """Consecutive tiles, as others ask for them; none where they are not all there, or not of one block."""
+        tiles = self.tiles[first_tile : first_tile + count] if first_tile >= 0 and count > 0 else ()
+        return tiles if tiles and len(tiles) == count and tiles[0].block == tiles[-1].block else ()
+
     def codec_of(self, block: int) -> Codec:
         """How what a round changes of a block travels; momentum never does."""
         return self._codecs[block > 0] if block <= self.num_columns else "fp32"

@@ -16,7 +16,7 @@ import numpy as np
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.state.basis import Coordinates
-from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
+from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.version import block_file, on_disk
 
 _FROZEN = "frozen"
@@ -117,7 +117,7 @@ class Inputs:
 
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
-        snapshot, tiles = self.snapshot, self._tiles(first_tile, count)
+        snapshot, tiles = self.snapshot, self._layout.consecutive(first_tile, count)
         if parent == self._earlier.parent:
             snapshot = self._earlier
         if parent != snapshot.parent or not tiles or tiles[0].block not in snapshot.arrays:
@@ -126,19 +126,12 @@ class Inputs:
 
     def coordinates(self, parent: Hash, first_tile: int, count: int) -> Coordinates | None:
         """What was trained as a guest in consecutive tiles of a column of others, or None."""
-        snapshot, tiles = self.snapshot, self._tiles(first_tile, count)
+        snapshot, tiles = self.snapshot, self._layout.consecutive(first_tile, count)
         found = snapshot.coordinates.get(tiles[0].block - 1) if tiles and parent == snapshot.parent else None
         if found is None:
             return None
         first, last = (self._layout.coordinates_before(tiles[0].block, end) for end in (tiles[0].start, tiles[-1].stop))
         return Coordinates(found.mark, found.values[first:last])
-
-    def _tiles(self, first_tile: int, count: int) -> Sequence[Tile]:
-        """Consecutive tiles; none where they are not all there, or not of one block."""
-        if first_tile < 0 or count < 1:
-            return ()
-        tiles = self._layout.tiles[first_tile : first_tile + count]
-        return tiles if len(tiles) == count and tiles[0].block == tiles[-1].block else ()
 
 
 @dataclass(frozen=True)
