@@ -381,10 +381,10 @@ class TrainingLoop:
     def dump_round(self, event: Applied) -> None:
         """What went into a round, where that was asked for."""
         manifest, dump = event.commit.manifest, self._options.dump
-        inputs, store = self.connection.disk.inputs, self.connection.disk.store
-        if dump is None or inputs.parent != manifest.parent:
+        snapshot, store = self.connection.disk.inputs.snapshot, self.connection.disk.store
+        if dump is None or snapshot.parent != manifest.parent:
             return
         try:
-            dump.write(manifest, event.previous, inputs, inputs.blocks, store.version(manifest.round))
+            dump.write(manifest, event.previous, snapshot, snapshot.blocks, store.version(manifest.round))
         except StorageFull as error:
             self.emit(Warning(f"round {manifest.round} was not dumped: {error}"))

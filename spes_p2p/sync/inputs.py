@@ -24,7 +24,7 @@ _FROZEN = "frozen"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Trained values by block; stays readable when the next one was taken."""
+    """Trained values by block, on top of manifest `parent`; stays readable when the next one was taken."""
 
     parent: Hash
     arrays: Mapping[int, Values]
@@ -101,19 +101,6 @@ class Inputs:
         self._frozen += 1
         folder = self._directory / f"{_FROZEN}-{self._frozen}"
         return _Frozen(source, {block: on_disk(folder / block_file(block), source.block(block)) for block in blocks})
-
-    @property
-    def parent(self) -> Hash:
-        """The manifest that the snapshot was trained on; NO_HASH when there is none."""
-        return self.snapshot.parent
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return self.snapshot.blocks
-
-    def block(self, index: int) -> Values:
-        """The trained values of a block. KeyError for one that was not trained here."""
-        return self.snapshot.block(index)
 
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""

@@ -26,6 +26,7 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import commitment_to, opening_of
 from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.guests import sent_coordinates
+from spes_p2p.sync.inputs import Snapshot
 from spes_p2p.sync.slice_mean import parts_of, sent_values
 from spes_p2p.sync.surroundings import PeerContext
 
@@ -128,32 +129,32 @@ class Outgoing:
 
         NO_HASH where nobody asks for one. A block with a damaged base is left out. Raises StorageFull.
         """
-        committed = self._committed(parent)
-        if not self._is_audited or committed is None or self._inputs.parent != parent:
+        committed, snapshot = self._committed(parent), self._inputs.snapshot
+        if not self._is_audited or committed is None or snapshot.parent != parent:
             return NO_HASH
         layout = self._layout.in_round(committed.round + 1)
         others = [known for known in self._commitments if known.parent != parent and self._inputs.keeps_earlier][:1]
         taken = {known.folder for known in others}
         folder = next(folder for folder in self._inputs.folders_beside if folder not in taken)
         made = _CommittedTo(parent, TileArea(folder, layout, encoded=True))
-        for block in self._inputs.blocks:
+        for block in snapshot.blocks:
             with contextlib.suppress(TileDamaged):
-                made.add(block, self._leaving(committed, parent, block))
+                made.add(block, self._leaving(committed, snapshot, block))
         self._commitments = (made, *others)
         return commitment_to(made.hashes)
 
-    def _leaving(self, committed: Version, parent: Hash, block: int) -> Iterator[tuple[Tile, memoryview, bool]]:
+    def _leaving(self, committed: Version, snapshot: Snapshot, block: int) -> Iterator[tuple[Tile, memoryview, bool]]:
         """Each tile of a block as it leaves, and whether that must be kept: the snapshot has what is fp32."""
         first = self._layout.tiles_of(block)[0].id
         is_plain = self._codec(first) == "fp32"
         if not is_plain and self._residuals.is_sole(first):
             return  # nobody else reduces it
         for tile in self._layout.tiles_of(block):
-            values = self._inputs.block(block)[tile.start : tile.stop]
+            values = snapshot.block(block)[tile.start : tile.stop]
             if is_plain:
                 yield tile, bytes_of(values), False
             else:
-                yield tile, memoryview(self._encoded(committed, parent, values, tile)), True
+                yield tile, memoryview(self._encoded(committed, snapshot.parent, values, tile)), True
 
     def shown(self, parent: Hash, first_tile: int, count: int) -> Blob | None:
         """The same, with what shows that the values are those that this peer has committed to, where it has."""

@@ -91,7 +91,7 @@ class RoundLog:
             commit,
             self._core.tip,
             next((entry for entry in roster if entry.peer == self._core.me), None),
-            first is not None and self._inputs.parent == first.parent,
+            first is not None and self._inputs.snapshot.parent == first.parent,
             self._uncounted(first) if first is not None else frozenset(),
             first is not None and commit.manifest.round > first.round,
             times.seconds(),
@@ -133,8 +133,8 @@ class RoundLog:
 
     def _uncounted(self, first: Manifest) -> frozenset[int]:
         """Tiles for which our trained values did not go into the round, although they were sound."""
-        inputs, me = self._inputs, self._core.me
-        if inputs.parent != first.parent:
+        snapshot, me = self._inputs.snapshot, self._core.me
+        if snapshot.parent != first.parent:
             return frozenset()
         if me in weightless(self._core.tip.members) and any(entry.peer == me for entry in first.roster):
             return frozenset()  # it counts as tokens, and goes into nothing
@@ -143,4 +143,4 @@ class RoundLog:
         for index, report in self._core.state.round.all_reports() if plan else ():
             if plan is not None and dict(report.value.left_out).get(me, LOST) != LOST:
                 done.update(plan.value.slices[index].tile_ids)
-        return frozenset(tile_id for block in inputs.blocks for tile_id in self._layout.tile_ids_of(block)) - done
+        return frozenset(tile_id for block in snapshot.blocks for tile_id in self._layout.tile_ids_of(block)) - done

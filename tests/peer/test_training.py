@@ -173,14 +173,14 @@ class Story:
 
         `columns`, `vocabulary`: whether it is their turn to be handed out. `kind`: of the certificate.
         """
-        handed_in = self.inputs.parent == self.head
+        handed_in = self.inputs.snapshot.parent == self.head
         base, layout = self.store.version(self.round), self.run.layout
         staging = self.store.stage(self.round + 1, self.round)
         late = {tile.id for tile in layout.tiles if tile.block and not columns}
         late |= set() if vocabulary else set(range(vocabulary_tiles(layout)))
         for tile in layout.tiles:
-            took = counted and tile.block in self.inputs.blocks and tile.id not in late
-            source = self.inputs if took else base
+            took = counted and tile.block in self.inputs.snapshot.blocks and tile.id not in late
+            source = self.inputs.snapshot if took else base
             staging.write_state(tile.id, source.block(tile.block)[tile.start : tile.stop] + np.float32(MERGED))
         staging.finish()
         staging.publish()
@@ -544,7 +544,7 @@ def test_a_paused_peer_stays_ahead_in_what_has_had_no_turn(tmp_path: Path, monke
 
     def on_ready(work: Work) -> None:
         parked.append(story.trainer.is_parked)
-        ahead.append((story.inputs.block(0) - story.store.version(story.round).block(0))[vocabulary])
+        ahead.append((story.inputs.snapshot.block(0) - story.store.version(story.round).block(0))[vocabulary])
         if story.round == 0:
             story.pause.toggle()
         if story.round == 4:
@@ -706,7 +706,7 @@ def test_work_that_no_round_counted_stays_in_the_values_of_the_last_to_leave(tmp
     assert (story.saved[-1][0].round, story.saved[-1][2]) == (1, Uncounted(tokens=2 * 4 * 16, steps=2))
     for block in (0, 1):
         old, new = story.store.version(0).block(block), story.store.version(1).block(block)
-        trained = story.inputs.block(block)
+        trained = story.inputs.snapshot.block(block)
         assert np.abs(trained - old).max() > 0
         np.testing.assert_array_equal(story.trainer.contribution(block), new + (trained - old))
 
@@ -729,7 +729,7 @@ def test_the_last_to_leave_keeps_what_its_columns_are_ahead(tmp_path: Path) -> N
     story.at_step[2] = story.gate.stop
     story.play()
     old, new = story.store.version(0), story.store.version(1)
-    trained = story.inputs.block(1)
+    trained = story.inputs.snapshot.block(1)
     assert np.abs(trained - old.block(1)).max() > 0
     np.testing.assert_array_equal(story.trainer.contribution(1), new.block(1) + (trained - old.block(1)))
     np.testing.assert_array_equal(story.values(), new.block(0))
@@ -760,7 +760,7 @@ def test_with_turns_a_leaver_that_is_still_named_hands_in_again(
     brought: list[Values] = []
 
     def note(work: Work) -> None:
-        brought.append(np.array(story.inputs.block(1)))
+        brought.append(np.array(story.inputs.snapshot.block(1)))
         story.commit(counted=True, columns=len(brought) > 1)
 
     story.on_ready = note
@@ -823,7 +823,7 @@ def test_with_turns_it_is_the_committed_model_that_is_evaluated(
     story.on_ready = lambda work: story.commit(counted=True, columns=late != "columns", vocabulary=late != "vocabulary")
 
     def stop() -> None:
-        started.append(story.inputs.block(block))
+        started.append(story.inputs.snapshot.block(block))
         story.gate.stop()
 
     story.at_step[STEPS + 1] = stop
@@ -913,7 +913,9 @@ class GoneOver:
 
     def _ready(self, work: Work) -> None:
         if len(self.story.ready) == 1:
-            self.brought = {block: np.array(self.story.inputs.block(block)) for block in self.story.inputs.blocks}
+            self.brought = {
+                block: np.array(self.story.inputs.snapshot.block(block)) for block in self.story.inputs.snapshot.blocks
+            }
             self.story.counts(work)
             self.story.commit(counted=True, kind=DEGRADED)
             if not self.steps:
@@ -1001,11 +1003,11 @@ class Overlapping:
         self.story.trainer.adopt = self._note_start  # type: ignore[method-assign]
 
     def _values(self) -> dict[int, Values]:
-        return {block: self.story.trainer.contribution(block) for block in self.story.inputs.blocks}
+        return {block: self.story.trainer.contribution(block) for block in self.story.inputs.snapshot.blocks}
 
     def _ready(self, work: Work) -> None:
         inputs = self.story.inputs
-        self.brought.append({block: np.array(inputs.block(block)) for block in inputs.blocks})
+        self.brought.append({block: np.array(inputs.snapshot.block(block)) for block in inputs.snapshot.blocks})
         self.story.at_step[self.story.steps + self.late] = self._decide
 
     def _decide(self) -> None:

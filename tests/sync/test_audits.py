@@ -183,8 +183,8 @@ def test_damage_at_one_who_audits_is_no_lie_of_others(folder: Path, where: str, 
             piece = action.report.value.piece
             done.append(piece.block)
             if where == "its own values":
-                for block in inputs.blocks:
-                    vars(inputs.snapshot)["arrays"][block] = np.array(inputs.block(block)) * np.float32(1.01)
+                for block in inputs.snapshot.blocks:
+                    vars(inputs.snapshot)["arrays"][block] = np.array(inputs.snapshot.block(block)) * np.float32(1.01)
             else:
                 for tile_id in piece.tile_ids:
                     flip(damaged.store.version(damaged.round), tile_id, 30)

@@ -138,7 +138,7 @@ def test_who_hands_in_again_in_another_life_is_not_counted_with_its_old_work(fol
             core, inputs = life.driver.core, life.inputs
             if not heads and core.state.round.work.ready and b"values" in request:
                 heads.append(core.tip_hash)
-                values = {block: np.array(inputs.block(block)) + 1 for block in inputs.blocks}
+                values = {block: np.array(inputs.snapshot.block(block)) + 1 for block in inputs.snapshot.blocks}
                 inputs.take(core.tip_hash, tuple(values), values.__getitem__)
                 work, batch = core.state.round.work, swarm.config.optimizer.batch_sequences
                 tokens = batch * swarm.config.data.sequence_length

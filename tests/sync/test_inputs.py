@@ -37,7 +37,7 @@ def test_values_of_consecutive_tiles(tmp_path: Path) -> None:
     layout, inputs, source = taken(tmp_path)
     first = layout.tile_ids_of(2)[0]
     assert np.array_equal(inputs.values(P, first, 2), source.block(2)[:16])  # type: ignore[arg-type]
-    assert (inputs.parent, inputs.blocks) == (P, (0, 2))
+    assert (inputs.snapshot.parent, inputs.snapshot.blocks) == (P, (0, 2))
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, -1), (0, 99), (2**70, 1), (0, 5)])
@@ -83,8 +83,8 @@ def test_a_full_disk_leaves_the_snapshot_in_memory(tmp_path: Path) -> None:
     inputs, source = Inputs(tmp_path / "inputs", layout), Blocks(layout, 1)
     with file_size_limit(8):
         inputs.take(P, (0, 1), source.block)
-    assert np.array_equal(inputs.block(0), source.block(0))
-    assert not inputs.block(0).flags.writeable  # what may be written to is spent for means
+    assert np.array_equal(inputs.snapshot.block(0), source.block(0))
+    assert not inputs.snapshot.block(0).flags.writeable  # what may be written to is spent for means
     assert not any(path.is_file() for path in (tmp_path / "inputs").rglob("*"))
 
 
@@ -97,7 +97,7 @@ def test_a_disk_without_room_for_a_folder_leaves_it_there_too(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "mkdir", full)
     inputs.take(P, (0, 1), source.block)
-    assert np.array_equal(inputs.block(1), source.block(1))
+    assert np.array_equal(inputs.snapshot.block(1), source.block(1))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
@@ -110,7 +110,7 @@ def test_values_that_do_not_fit_their_block_are_refused(tmp_path: Path) -> None:
 def test_a_restart_begins_without_a_snapshot(tmp_path: Path) -> None:
     layout, _, _ = taken(tmp_path)
     again = Inputs(tmp_path / "inputs", layout)
-    assert again.blocks == ()
+    assert again.snapshot.blocks == ()
     assert not list((tmp_path / "inputs").iterdir())
 
 
