@@ -68,40 +68,38 @@ class CommitFiles:
 
     def read(self, round: int) -> bytes:
         """Raises StateError."""
-        path = self._path(round)
-        try:
+        with self._reading(round) as path:
             return path.read_bytes()
-        except OSError as error:
-            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
 
     def parsed(self, round: int) -> Commit:
         """Raises StateError where the file is damaged."""
-        with self._noticing_damage(round):
-            return unpack(Commit, self.read(round))
+        with self._reading(round) as path:
+            return unpack(Commit, path.read_bytes())
 
     def name(self, round: int) -> Hash:
         """The hash of the manifest, without a look at what may be large. Raises StateError as `parsed` does."""
-        with self._noticing_damage(round):
-            return unpack_first(Certificate, self.read(round)).manifest
+        with self._reading(round) as path:
+            return unpack_first(Certificate, path.read_bytes()).manifest
+
+    def size(self, round: int) -> int:
+        """Bytes of a packed commit. Raises StateError."""
+        with self._reading(round) as path:
+            return path.stat().st_size
 
     @contextmanager
-    def _noticing_damage(self, round: int) -> Iterator[None]:
+    def _reading(self, round: int) -> Iterator[Path]:
+        """The file of a commit. Raises StateError where it cannot be read, or proves to be damaged."""
+        path = self._path(round)
         try:
-            yield
+            yield path
+        except OSError as error:
+            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
         except RemoteProtocolError as error:
-            raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
+            raise StateError(f"{path} is damaged: {error}", fix=_JOIN_AGAIN) from error
 
     def written_at(self, round: int) -> float:
         """Unix seconds."""
         return self._path(round).stat().st_mtime
-
-    def size(self, round: int) -> int:
-        """Bytes of a packed commit. Raises StateError."""
-        path = self._path(round)
-        try:
-            return path.stat().st_size
-        except OSError as error:
-            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
 
     def write(self, commit: Commit) -> None:
         """Raises StorageFull."""
