@@ -23,10 +23,10 @@ def is_signed(signed: Signed[Any], check: CheckSignature) -> bool:
 
 def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
     """The bytes that every seal of a certificate signs."""
+    parent, ballot, manifest = certificate.parent, certificate.ballot, certificate.manifest
     if certificate.kind == DEGRADED:
-        made = certificate
-        return signing_bytes(DegradedVote(fingerprint, made.parent, made.heard, made.ballot, made.manifest))
-    return signing_bytes(Precommit(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
+        return signing_bytes(DegradedVote(fingerprint, parent, certificate.heard, ballot, manifest))
+    return signing_bytes(Precommit(fingerprint, parent, ballot, manifest))
 
 
 def check_certificate(
@@ -56,16 +56,12 @@ def check_certificate(
         for seal in certificate.seals
         if seal.peer in voters and check(seal.peer, seal.public_key, statement, seal.signature)
     }
-    if certificate.kind == QUORUM and len(good) >= quorum:
-        return
-    may_be_degraded = certificate.by_organiser or rule.faults is not Faults.BYZANTINE  # one elector alone may lie there
-    if (
-        certificate.kind == DEGRADED
-        and may_be_degraded
-        and good
-        and good == set(certificate.heard or (rule.organiser,))
-    ):
-        return
-    raise RemoteProtocolError(
-        f"{where} ({certificate.label}) has only {len(good)} valid seals from {len(voters)} electors"
-    )
+    if certificate.kind == QUORUM:
+        is_sealed = len(good) >= quorum
+    else:  # where electors may lie, one alone may
+        may_be_degraded = certificate.by_organiser or rule.faults is not Faults.BYZANTINE
+        is_sealed = may_be_degraded and good == set(certificate.heard or (rule.organiser,))
+    if not is_sealed:
+        raise RemoteProtocolError(
+            f"{where} ({certificate.label}) has only {len(good)} valid seals from {len(voters)} electors"
+        )

@@ -103,8 +103,7 @@ class Degraded(Part):
         self._voting.take_decision(best(fitting, self._rules.final_rounds)[0], now)
         return True
 
-    def _vote_for(self, proposal: DegradedProposal) -> DegradedVote:
-        made = proposal
+    def _vote_for(self, made: DegradedProposal) -> DegradedVote:
         return DegradedVote(self._rules.fingerprint, made.parent, made.heard, made.ballot, made.value)
 
     def _proposal(self) -> Signed[DegradedProposal] | None:
