@@ -72,16 +72,7 @@ class RoundDump:
                 }
                 for entry in manifest.roster
             ],
-            "slices": [
-                {
-                    "block": piece.block,
-                    "first_tile": piece.first_tile,
-                    "tiles": piece.tiles,
-                    "reducer": piece.reducer,
-                    "contributors": list(piece.contributors),
-                }
-                for piece in manifest.slices
-            ],
+            "slices": [dataclasses.asdict(piece) for piece in manifest.slices],
             "merge_alpha": manifest.merge.alpha if manifest.merge else 0.0,
             "merge_top_k": self._merge_top_k,
             "codec": self._layout.codec_of(0),
