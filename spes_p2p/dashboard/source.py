@@ -91,7 +91,7 @@ class SwarmSource:
             return False
 
         self._doubted = {peer: until for peer, until in self._doubted.items() if now < until}
-        report, newest, _ = await read_run(self._network, info.run_id, now, info.fingerprint.hex(), accept)
+        report, newest = await read_run(self._network, info.run_id, now, info.fingerprint.hex(), accept)
         if newest is None and refused:
             raise RemoteProtocolError(
                 f"no peer could prove the certificate that it announces: {'; '.join(refused[:3])}"

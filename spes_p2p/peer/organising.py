@@ -73,7 +73,7 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
     """
 
     async def stop(network: HivemindNetwork) -> int:
-        report, newest, _ = await read_run(network, meeting.run_id, time.time(), meeting.fingerprint)
+        report, newest = await read_run(network, meeting.run_id, time.time(), meeting.fingerprint)
         info, _ = await find_and_load(network, report.run_id, report.fingerprint, ANSWER_SECONDS)
         sealer = _sealer_of(identity, info)
         last = last_round(report, newest, after_round)
@@ -118,7 +118,7 @@ def decay_run(folder: Path, meeting: JoinTarget, steps: int) -> int:
     async def announce(network: HivemindNetwork) -> int:
         info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         word = decay(info, steps, _sealer_of(folder / "identity.key", info))
-        _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
+        _, newest = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
         words = await known_words(network, info)
         check_can_fall(config, newest.manifest if newest is not None else None, folder)
         if words.decay is not None and words.decay.value.steps < steps:
@@ -203,7 +203,7 @@ def change_roll(
         if vouched and (note := vouching_note(info)):
             say(note)
         if banned:
-            _, newest, _ = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
+            _, newest = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
             for line in after_ban(newest, word.roll.value.banned, Faults(config.swarm.faults)):
                 say(line)
         await tell(network, info, word)

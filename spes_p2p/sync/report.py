@@ -170,7 +170,7 @@ async def read_report(
 
     Raises NetworkError when nothing answers or no run is announced, ConfigError when there is a choice.
     """
-    report, _, _ = await read_run(network, run_id, now, fingerprint, known=known)
+    report, _ = await read_run(network, run_id, now, fingerprint, known=known)
     return report
 
 
@@ -181,8 +181,8 @@ async def read_run(
     fingerprint: str | None = None,
     accept: Accept | None = None,
     known: Iterable[str] = (),
-) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
-    """The same, with the newest commit that `accept` believes, and who has it."""
+) -> tuple[RunReport, Commit | None]:
+    """The same, with the newest commit that `accept` believes."""
     transport, check = network.transport, network.verifier.verify
     group = await find_run(network.directory, run_id, ANSWER_SECONDS, fingerprint)
     peers = await read_peers(network, group.run_id, ANSWER_SECONDS)
@@ -207,7 +207,7 @@ async def read_run(
     if addresses and organiser != NOBODY:
         word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))
         report = dataclasses.replace(report, invitation=word)
-    return report, commit, holders
+    return report, commit
 
 
 def _mix(config: Config, commit: Commit) -> tuple[MixedDataset, ...]:
