@@ -28,11 +28,10 @@ from spes_p2p.state.hashes import hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.version import DTYPE, bytes_of
 from spes_p2p.sync.audit import check_committed
-from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
-from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit
+from spes_p2p.sync.slice_mean import hand_out, hashes_of, mean_of, sent_values, unfit
 from spes_p2p.wire import pack, unpack
 
 UNJUDGED = (LOST, WRONG_SIZE, OTHER_VALUES)
@@ -121,13 +120,8 @@ def made_again(
     if not fit:
         return (), ()
     mean = mean_of(rules, [found[peer] for peer in fit], before, [roster[peer].tokens for peer in fit])
-    codec, parts = layout.codec_of(piece.block), parts_of(tiles)
-    if codec == "fp32":
-        return fit, tuple(hash_tile(bytes_of(mean[part])) for part in parts)
-    changes = [encoded_change(codec, mean[part], before[part], None) for part in parts]
-    if not all(np.isfinite(left).all() for _, left in changes):
-        return (), ()
-    return fit, tuple(hash_tile(data) for data, _ in changes)
+    made = hand_out(layout, tiles, mean, before, lambda tile_id: None)
+    return (fit, hashes_of(made)) if made else ((), ())
 
 
 def _check_charge(rules: RunRules, charge: Charge, check: CheckSignature) -> None:

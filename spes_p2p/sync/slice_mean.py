@@ -7,18 +7,23 @@ whom to ask, and where values lie, is decided elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.consensus.rules import RunRules
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import Layout, Tile, Values
-from spes_p2p.state.version import DTYPE
+from spes_p2p.state.staging import TileData
+from spes_p2p.state.version import DTYPE, bytes_of
 from spes_p2p.sync.clipping import clipped_mean, opposed
-from spes_p2p.sync.coding import changed_values
+from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.reduce import LARGEST_ENCODED, screen, weighted_mean
+
+Made = tuple[TileData, Values | None]
+"""A tile to hand out, and what of the mean is not in there."""
 
 
 def parts_of(tiles: Sequence[Tile]) -> list[slice]:
@@ -81,3 +86,19 @@ def mean_of(
     if rules.clips:
         return clipped_mean(values, before, tokens, into)
     return weighted_mean(values, tokens, into)
+
+
+def hand_out(
+    layout: Layout, tiles: Sequence[Tile], mean: Values, before: Values, unsent: Callable[[int], Values | None]
+) -> list[Made]:
+    """The tiles of a mean; none where a change is too large for a scale. `unsent(tile id)` goes along with it."""
+    codec, places = layout.codec_of(tiles[0].block), list(zip(tiles, parts_of(tiles), strict=True))
+    if codec == "fp32":
+        return [(mean[part], None) for _, part in places]
+    made = [encoded_change(codec, mean[part], before[part], unsent(tile.id)) for tile, part in places]
+    return [*made] if all(np.isfinite(left).all() for _, left in made) else []
+
+
+def hashes_of(made: Iterable[Made]) -> tuple[Hash, ...]:
+    """Of tiles, by the bytes that travel."""
+    return tuple(hash_tile(bytes_of(data) if isinstance(data, np.ndarray) else data) for data, _ in made)

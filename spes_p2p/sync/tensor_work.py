@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,17 +24,15 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.basis import Basis
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
-from spes_p2p.state.staging import TileData
 from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
-from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.fraud import Charge, Given
 from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, take_in
 from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.slice_mean import mean_of, parts_of, sent_values, unfit, unfit_guests
+from spes_p2p.sync.slice_mean import Made, hand_out, hashes_of, mean_of, parts_of, sent_values, unfit, unfit_guests
 from spes_p2p.sync.surroundings import PeerContext
 from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import pack
@@ -44,13 +42,6 @@ HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
 ALONE_AT_ONCE = 2
 """Slices of ours alone that are made at once: one is averaged while the other is staged."""
-
-
-class _HandedOut(NamedTuple):
-    """A tile to hand out, and what of the mean is not in there."""
-
-    data: TileData
-    left: Values | None
 
 
 class TensorWork:
@@ -244,13 +235,12 @@ class TensorSlice:
         committed = context.tip_state()
         self._layout = context.layout.in_round(committed.round + 1)
         self._tiles = work.tiles_of(piece)
-        self._parts = parts_of(self._tiles)
         self.base = _Base(committed, self._tiles)
         self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
         self._basis = work.basis_of(piece)
         self._guests: dict[PeerId, Values] = {}
-        self._made: list[_HandedOut] = []
+        self._made: list[Made] = []
 
     async def take_own(self, me: PeerId) -> bool:
         piece, outgoing = self._piece, self._work.outgoing
@@ -340,11 +330,9 @@ class TensorSlice:
             shares = self._shares_of_guests()
             tokens = sum(self._tokens(fit))
             mean = take_in(self._layout, self._tiles, mean, self.base.values, self._basis, tokens, shares)
-        self._made = [
-            self._handed_out(tile, mean[part], self.base.values[part])
-            for tile, part in zip(self._tiles, self._parts, strict=True)
-        ]
-        if not all(tile.left is None or np.isfinite(tile.left).all() for tile in self._made):
+        unsent = self._disk.residuals.unsent_of_mean
+        self._made = hand_out(self._layout, self._tiles, mean, self.base.values, unsent)
+        if not self._made:
             self.base.check_sound()
             left_out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
             return ()
@@ -362,24 +350,15 @@ class TensorSlice:
             return list(zip(tokens, found, strict=True))
         return [(sum(tokens), mean_of(self._rules, found, np.zeros_like(found[0]), tokens))]
 
-    def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _HandedOut:
-        codec = self._layout.codec_of(tile.block)
-        if codec == "fp32":
-            return _HandedOut(mean, None)
-        return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsent_of_mean(tile.id)))
-
     async def check_sound(self) -> None:
         await self._tasks.in_thread(self.base.check_sound)
 
     async def remade(self) -> tuple[Hash, ...]:
-        tiles = (bytes_of(tile.data) if isinstance(tile.data, np.ndarray) else tile.data for tile in self._made)
-        return await self._tasks.in_thread(lambda: tuple(map(hash_tile, tiles)))
+        return await self._tasks.in_thread(lambda: hashes_of(self._made))
 
     async def keep_proof(self, charge: Charge) -> str:
-        state, given = (
-            b"".join(self.base.hashes),
-            [self._given[p] for p in charge.piece.contributors if p in self._given],
-        )
+        state = b"".join(self.base.hashes)
+        given = [self._given[peer] for peer in charge.piece.contributors if peer in self._given]
         check = self._work.context.node.checker.check
         keep, before = self._disk.proofs.keep, self.base.values
         path = await self._tasks.in_thread(lambda: keep(charge, state, before, given, check))
@@ -389,8 +368,8 @@ class TensorSlice:
         return await self._tasks.in_thread(self._stage)
 
     def _stage(self) -> tuple[Hash, ...]:
-        hashes = self._work.candidate.write(self._piece.first_tile, [tile.data for tile in self._made])
-        for tile_id, tile, wire_hash in zip(self._piece.tile_ids, self._made, hashes, strict=True):
-            if tile.left is not None:
-                self._disk.residuals.stage(self._parent, "handed", tile_id, tile.left, wire_hash)
+        hashes = self._work.candidate.write(self._piece.first_tile, [data for data, _ in self._made])
+        for tile_id, (_, left), wire_hash in zip(self._piece.tile_ids, self._made, hashes, strict=True):
+            if left is not None:
+                self._disk.residuals.stage(self._parent, "handed", tile_id, left, wire_hash)
         return hashes
