@@ -161,15 +161,23 @@ class CandidateState:
             except LocalProtocolError as error:
                 raise RemoteProtocolError(str(error)) from error
 
-    def repair(self, theirs: Sequence[Hash]) -> Repair:
-        """Of the state just computed, which should have the hashes `theirs`: from here on tiles are put in."""
+    def repair(self, theirs: Sequence[Hash]) -> tuple[int, ...]:
+        """Tiles in which the state just computed differs from `theirs`.
+
+        Once they are put in (`mend`) it is computed again, without the merge that is in there.
+        """
         staging = self._opened()
         if staging.finished is None:
             raise LocalProtocolError(f"the state of round {self._tip + 1} was not computed", fix="call compute() first")
         pairs = enumerate(zip(staging.finished.tile_hashes, theirs, strict=True))
-        repair = Repair(self._layout, staging, tuple(tile_id for tile_id, (own, other) in pairs if own != other))
+        differ = tuple(tile_id for tile_id, (own, other) in pairs if own != other)
         staging.reopen(keep_state=True)
-        return repair
+        return differ
+
+    def mend(self, tiles: Iterable[NamedTile]) -> None:
+        """Puts in state tiles that another peer computed."""
+        for tile in tiles:
+            self._opened().write_state(*tile)
 
     def _finished(self, root: Hash) -> Staging | None:
         stagings = (self._kept, self._work)
@@ -184,24 +192,6 @@ class CandidateState:
         """At most one state binds: a later acceptance stands for the earlier ones."""
         if self._work is not None and self._work.finished is not None and self._is_bound(self._work.finished.root):
             self._kept, self._work, self._has_state = self._work, None, False
-
-
-@dataclass(frozen=True)
-class Repair:
-    """A state that came out differently here than at who proposed it, in the tiles `differ`."""
-
-    layout: Layout
-    staging: Staging
-    differ: tuple[int, ...]
-
-    def mend(self, tiles: Iterable[NamedTile]) -> None:
-        """State tiles that another peer computed."""
-        for tile in tiles:
-            self.staging.write_state(*tile)
-
-    def end(self) -> Hash:
-        """The root of the repaired state, whole and on disk."""
-        return self.layout.root_of(self.staging.finish())
 
 
 def wire_tiles(slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:

@@ -182,16 +182,16 @@ class TensorWork:
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
         theirs = await self.transfers.hash_list(holders, manifest.state_root, manifest.round)
-        repair = self.candidate.repair(theirs)
+        differ = self.candidate.repair(theirs)
         self.context.hooks.notice(
-            do.Notice("arithmetic", f"this machine computed other bits for {len(repair.differ)} tiles", holders[0])
+            do.Notice("arithmetic", f"this machine computed other bits for {len(differ)} tiles", holders[0])
         )
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            await self._tasks.in_thread(lambda: repair.mend(tiles))
+            await self._tasks.in_thread(lambda: self.candidate.mend(tiles))
 
-        await self.transfers.tiles({at: theirs[at] for at in repair.differ}, holders, take)
-        return await self._tasks.in_thread(repair.end)
+        await self.transfers.tiles({at: theirs[at] for at in differ}, holders, take)
+        return await self._tasks.in_thread(lambda: self.candidate.compute(None))
 
 
 class _Base:
