@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PUBLIC
@@ -25,6 +25,15 @@ class Contacts(Part):
             and peer not in self._others.refused_dial
             and now - contact.at <= self._pace.suspect_seconds
         )
+
+    def living(self, now: float) -> Iterator[Status]:
+        """The newest statuses of all others that were heard of late."""
+        return (contact.status for peer, contact in self._others.contacts.items() if self.alive(peer, now))
+
+    def joining(self, now: float) -> Iterator[Status]:
+        """Of these who would take part and has the state of our head."""
+        head = self._state.tip_hash
+        return (s for s in self.living(now) if s.head == head and s.intent.joining and not s.intent.leaving)
 
     def is_forked(self, status: Status) -> bool:
         """Whether a peer that is no further than we are stands on another history of the run than ours."""

@@ -129,7 +129,7 @@ class Proposals(Part):
             return True
         if name in self._state.round.given_up:
             return False
-        living = (contact.status for peer, contact in self._others.contacts.items() if self._contacts.alive(peer, now))
+        living = self._contacts.living(now)
         return any(status.round > self._state.tip.round and self._is_believed(status.peer) for status in living)
 
     def _is_held(self, name: Hash, now: float) -> bool:

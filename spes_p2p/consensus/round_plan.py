@@ -111,29 +111,14 @@ class RoundPlan(Part):
             return 0
         counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
         full = self._state.tip.steps_per_round * self._rules.batch_sequences * self._rules.sequence_tokens
-        waiting = weightless(self._state.tip.members)
-        contacts = (
-            (member.peer, self._others.contacts.get(member.peer))
-            for member in trainers(self._state.tip.members)
-            if member.peer not in waiting
-        )
-        return sum(
-            counted.get(peer, full)
-            for peer, contact in contacts
-            if contact is not None and contact.status.head == self._state.tip.parent and self._contacts.alive(peer, now)
-        )
+        training = {member.peer for member in trainers(self._state.tip.members)} - weightless(self._state.tip.members)
+        coming = (s.peer for s in self._contacts.living(now) if s.head == self._state.tip.parent)
+        return sum(counted.get(peer, full) for peer in coming if peer in training)
 
     def _newcomer_waits(self, now: float) -> bool:
         """Whether somebody who is no member has the state of our head and would take part."""
         known = {member.peer: member.incarnation for member in self._state.tip.members}
-        others = (contact.status for peer, contact in self._others.contacts.items() if self._contacts.alive(peer, now))
-        return any(
-            s.head == self._state.round.tip_hash
-            and s.intent.joining
-            and not s.intent.leaving
-            and known.get(s.peer) != s.incarnation
-            for s in others
-        )
+        return any(known.get(status.peer) != status.incarnation for status in self._contacts.joining(now))
 
     def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
         """(tokens trained by all so far, seconds until the next peer is ready), from the speeds that peers announce.
@@ -161,15 +146,8 @@ class RoundPlan(Part):
     def _somebody_stays(self, here: list[Status], now: float) -> bool:
         """Whether a round without its leavers would have members; the last to leave have nobody to tell."""
         known = {status.peer for status in here}
-        others = (
-            c.status
-            for peer, c in self._others.contacts.items()
-            if peer not in known and self._contacts.alive(peer, now)
-        )
         stay = any(not status.intent.leaving for status in here)
-        return stay or any(
-            s.head == self._state.round.tip_hash and s.intent.joining and not s.intent.leaving for s in others
-        )
+        return stay or any(status.peer not in known for status in self._contacts.joining(now))
 
     def _all_stopped(self, now: float) -> bool:
         current = self._state.round
