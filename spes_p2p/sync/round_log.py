@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 
 from spes_p2p.consensus.columns import stale_columns
 from spes_p2p.consensus.forks import tokens_lost
@@ -10,33 +11,11 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import LOST, Commit
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.vitals import PHASES
 from spes_p2p.sync.catch_up import ForkPoint
 from spes_p2p.sync.surroundings import Applied, PeerContext
 
-
-@dataclass
-class RoundTimes:
-    """When the phases of a round began, in seconds of our clock."""
-
-    started: float
-    closed: float = 0.0
-    planned: float = 0.0
-    proposed: float = 0.0
-    decided: float = 0.0
-    applied: float = 0.0
-    sent_before: int = 0
-    received_before: int = 0
-
-    def seconds(self) -> dict[str, float]:
-        """Duration of each phase that was seen."""
-        marks = [
-            ("train", self.started, self.closed),
-            ("close", self.closed, self.planned),
-            ("reduce", self.planned, self.proposed),
-            ("vote", self.proposed, self.decided),
-            ("apply", self.decided, self.applied),
-        ]
-        return {name: round(end - start, 4) for name, start, end in marks if start and end >= start}
+_END = ""
 
 
 class RoundLog:
@@ -47,28 +26,33 @@ class RoundLog:
         self._layout = context.layout
         self._inputs = context.disk.inputs
         self._transport, self._clock = context.node.transport, context.node.clock
-        self._times = RoundTimes(0.0)
         self.begin()
 
     def begin(self) -> None:
         """Another round begins."""
-        self._times = RoundTimes(
-            self._clock.now(), sent_before=self._transport.traffic.sent, received_before=self._urgent_bytes_received()
-        )
+        self._began = {"train": self._clock.now()}
+        """When phases of the round began (see PHASES)."""
+        self._sent_before, self._received_before = self._transport.traffic.sent, self._urgent_bytes_received()
 
     def closed(self) -> None:
-        self._times.closed = self._clock.now()
+        self._began["close"] = self._clock.now()
 
     def look(self) -> None:
         """Called with each heartbeat."""
-        if self._core.state.round.plan is not None and not self._times.planned:
-            self._times.planned = self._clock.now()
+        if self._core.state.round.plan is not None:
+            self._began.setdefault("reduce", self._clock.now())
 
     def proposed(self) -> None:
-        self._times.proposed = self._times.proposed or self._clock.now()
+        self._began.setdefault("vote", self._clock.now())
 
     def decided(self) -> None:
-        self._times.decided = self._clock.now()
+        self._began["apply"] = self._clock.now()
+
+    def _seconds(self) -> dict[str, float]:
+        """Duration of each phase that was seen."""
+        began = self._began | {_END: self._clock.now()}
+        phases = [(name, after) for name, after in pairwise((*PHASES, _END)) if name in began and after in began]
+        return {name: round(began[after] - began[name], 4) for name, after in phases if began[after] >= began[name]}
 
     def received(self) -> tuple[float, int]:
         """(seconds of our clock, bytes that came until then)"""
@@ -84,8 +68,6 @@ class RoundLog:
 
     def applied(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Applied:
         """What became of the round: `first` is the child of the tip that we had, `fork` what we left for `commit`."""
-        times = self._times
-        times.applied = self._clock.now()
         roster = first.roster if first is not None else ()
         event = Applied(
             commit,
@@ -94,9 +76,9 @@ class RoundLog:
             first is not None and self._inputs.snapshot.parent == first.parent,
             self._uncounted(first) if first is not None else frozenset(),
             first is not None and commit.manifest.round > first.round,
-            times.seconds(),
-            self._transport.traffic.sent - times.sent_before,
-            self._urgent_bytes_received() - times.received_before,
+            self._seconds(),
+            self._transport.traffic.sent - self._sent_before,
+            self._urgent_bytes_received() - self._received_before,
             self._core.state.pace.deadline_seconds(0),
             self._leavers(),
             stale_columns=stale_columns(self._core.state.rules.expert_rounds, commit.manifest),
