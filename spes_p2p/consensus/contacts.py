@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PUBLIC
@@ -40,15 +40,6 @@ class Contacts(Part):
         if status.head == self._state.tip_hash or not 0 <= status.round <= self._state.tip.round:
             return False
         return self._others.placed.get(status.head, False)
-
-    def tips_of_unknown_history(self, statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
-        """(tip, round) of peers that are not further than `tip` and may or may not be on our history."""
-        placed = self._others.placed
-        return [(head, round) for head, round in _behind(statuses, tip) if head not in placed]
-
-    def all_behind(self, tip: Manifest) -> list[tuple[Hash, int]]:
-        """(tip, round) of all who were heard and stand no further than `tip`."""
-        return _behind((contact.status for contact in self._others.contacts.values()), tip)
 
     def place(self, tips: Iterable[tuple[Hash, bool]]) -> None:
         """Keeps what was found out of tips of others, as long as somebody stands on them."""
@@ -121,6 +112,8 @@ class Contacts(Part):
         self._state.round.sent.pop(peer, None)
 
 
-def _behind(statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
+def tips_behind(statuses: Iterable[Status], tip: Manifest, known: Container[Hash]) -> list[tuple[Hash, int]]:
+    """(tip, round) of peers that are not further than `tip`, but for those that are `known`."""
     own = manifest_hash(tip)
-    return list({s.head: s.round for s in statuses if 0 <= s.round <= tip.round and s.head != own}.items())
+    behind = (s for s in statuses if 0 <= s.round <= tip.round and s.head != own and s.head not in known)
+    return list({status.head: status.round for status in behind}.items())

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
+from spes_p2p.consensus.contacts import tips_behind
 from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
@@ -278,14 +279,13 @@ class Consensus:
 
         The keeper of our history answers by setting `placed` of the event.
         """
-        contacts = self._parts.contacts
+        others = self.state.others
+        heard = (contact.status for contact in others.contacts.values())
         match event:
             case on.MessageReceived(envelope):
-                return contacts.tips_of_unknown_history((signed.value for signed in envelope.statuses), self.tip)
+                return tips_behind((signed.value for signed in envelope.statuses), self.tip, others.placed)
             case on.CommitApplied(commit):
-                return contacts.tips_of_unknown_history(
-                    (c.status for c in self.state.others.contacts.values()), commit.manifest
-                )
-            case on.HistorySwitched(commit):
-                return contacts.all_behind(commit.manifest)
+                return tips_behind(heard, commit.manifest, others.placed)
+            case on.HistorySwitched(commit):  # what is known was of the history that we leave
+                return tips_behind(heard, commit.manifest, ())
         return []
