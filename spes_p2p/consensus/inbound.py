@@ -89,13 +89,8 @@ class Inbound(Part):
 
     def _hear_plan(self, signed: Signed[Plan], now: float) -> bool:
         plan, current = signed.value, self._state.round
-        if (
-            plan.parent != current.tip_hash
-            or signed.author != plan.leader
-            or plan.fingerprint != self._rules.fingerprint
-        ):
-            return False
-        if not self._may_plan(plan):
+        said = (plan.parent, plan.leader, plan.fingerprint)
+        if said != (current.tip_hash, signed.author, self._rules.fingerprint) or not self._may_plan(plan):
             return False
         if current.plans_of.get(plan.leader, 0) >= MOST_PLANS:
             return False
@@ -128,8 +123,9 @@ class Inbound(Part):
             return False
         if report.index in current.reports or report.reducer in current.empty_reports.get(report.index, {}):
             return False
-        if not report.contributors:
-            return self._take_empty_report(signed)
+        if not report.contributors:  # none are fit; the next in order tries, unless all were seen and none was fit
+            current.empty_reports.setdefault(report.index, {})[report.reducer] = signed
+            return True
         assert current.plan is not None
         current.reports[report.index] = signed
         current.seen[report.reducer] = now
@@ -173,15 +169,6 @@ class Inbound(Part):
         if len(set(named)) != len(named) or not (set(out) <= owners | guests and set(report.guests) <= guests):
             return False
         return all(len(why) <= MAX_REASON and why.isprintable() for _, why in report.left_out)
-
-    def _take_empty_report(self, signed: Signed[Report]) -> bool:
-        """A reducer found no values that are fit; the next in order tries, unless all were seen and none was fit."""
-        report = signed.value
-        voids = self._state.round.empty_reports.setdefault(report.index, {})
-        if report.reducer in voids:
-            return False
-        voids[report.reducer] = signed
-        return True
 
     def _hear_degraded_proposal(self, signed: Signed[DegradedProposal], now: float) -> bool:
         """The newest of each set, by its leader."""
