@@ -10,6 +10,7 @@ from spes_p2p.consensus.membership import trainers
 from spes_p2p.consensus.messages import Intent, Ready, Signed, Status, plan_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.statements import ready_for
 from spes_p2p.ids import NO_HASH, PeerId
 
 
@@ -47,13 +48,10 @@ class Members(Part):
 
     def own_ready(self) -> Signed[Ready] | None:
         """What we have trained, signed once; None while we train on, or where it is nothing."""
-        current, work = self._state.round, self._state.round.work
-        if not work.ready or min(work.tokens, work.steps) <= 0:
+        current = self._state.round
+        ready = ready_for(self._rules.fingerprint, current.tip_hash, self._me, self._own.incarnation, current.work)
+        if ready is None:
             return None
-        ready = Ready(
-            self._rules.fingerprint, current.tip_hash, self._me, self._own.incarnation,
-            work.tokens, work.steps, work.sequences, work.commitment,
-        )  # fmt: skip
         if current.own_ready is None or current.own_ready.value != ready:
             current.own_ready = self._state.identity.sealer.seal(ready)
         return current.own_ready

@@ -33,7 +33,7 @@ from spes_p2p.consensus.membership import (
     trainers,
     weightless,
 )
-from spes_p2p.consensus.messages import Accusation, DecayOrder, Ready, Signed, Status, Verdict
+from spes_p2p.consensus.messages import Accusation, DecayOrder, Ready, Signed, Status, Verdict, Work
 from spes_p2p.consensus.probation import drawn_auditors, outcome_of
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
 from spes_p2p.consensus.standing import failed_too_often, findings_of
@@ -305,11 +305,12 @@ def _check_reports(parent: Hash, statements: Statements, where: str) -> None:
 def ready_of(signed: Signed[Status]) -> Signed[Ready] | None:
     """What a peer says with its status that it trained; None where it trains on, or trained nothing."""
     status = signed.value
-    work = status.work
+    ready = ready_for(status.fingerprint, status.head, status.peer, status.incarnation, status.work)
+    return None if ready is None else Signed(ready, signed.author, signed.public_key, status.ready_signature)
+
+
+def ready_for(fingerprint: Hash, head: Hash, peer: PeerId, incarnation: int, work: Work) -> Ready | None:
+    """What a peer says that it trained on top of `head`; None where it trains on, or trained nothing."""
     if not work.ready or min(work.tokens, work.steps) <= 0:
         return None
-    ready = Ready(
-        status.fingerprint, status.head, status.peer, status.incarnation,
-        work.tokens, work.steps, work.sequences, work.commitment,
-    )  # fmt: skip
-    return Signed(ready, signed.author, signed.public_key, status.ready_signature)
+    return Ready(fingerprint, head, peer, incarnation, work.tokens, work.steps, work.sequences, work.commitment)
