@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_p2p.checkpoint.private import TENSORS_FILE, _decode, _encode, read_private, write_private
+from spes_p2p.checkpoint.private import _FORMAT_NAMES, TENSORS_FILE, _decode, _encode, read_private, write_private
 
 
 def round_trip(folder: Path, tree: Any) -> Any:
@@ -22,9 +22,7 @@ def round_trip(folder: Path, tree: Any) -> Any:
     return read_private(folder)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
-)
+@pytest.mark.parametrize("dtype", _FORMAT_NAMES)
 def test_torch_tensors_keep_type_shape_and_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 4) * 10).to(dtype)
     tree = {"whole": tensor, "turned": tensor.T, "one": tensor[0, 0], "none": tensor[:0]}
@@ -34,27 +32,15 @@ def test_torch_tensors_keep_type_shape_and_bits(tmp_path: Path, dtype: torch.dty
         assert torch.equal(found[name], value)
 
 
-@pytest.mark.parametrize("code", ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?"])
-def test_numpy_arrays_keep_type_shape_and_bits(tmp_path: Path, code: str) -> None:
-    array = np.arange(12).reshape(3, 4).astype(code)
-    tree = {"whole": array, "turned": array.T, "scalar": array[1, 1], "none": array[:0]}
-    found = round_trip(tmp_path, tree)
-    for name, value in tree.items():
-        assert type(found[name]) is type(value)
-        assert found[name].dtype == value.dtype
-        np.testing.assert_array_equal(found[name], value)
-
-
 def test_the_states_of_optimizers_and_generators_come_back(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     weight.sum().backward()
     optimizer.step()
-    rng, generator = random.Random(3), np.random.default_rng(3)
+    rng = random.Random(3)
     tree = {
         "optimizer": optimizer.state_dict(),
         "python": rng.getstate(),
-        "numpy": generator.bit_generator.state,
         "torch": torch.get_rng_state(),
         "certificate": b"\x00\xff",
         "position": {7: [1, 2.5, None, True]},
@@ -64,7 +50,6 @@ def test_the_states_of_optimizers_and_generators_come_back(tmp_path: Path) -> No
     again.load_state_dict(found["optimizer"])
     assert torch.equal(again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
     assert found["python"] == tree["python"]
-    assert found["numpy"] == tree["numpy"]
     assert torch.equal(found["torch"], torch.get_rng_state())
     assert found["certificate"] == tree["certificate"]
     assert found["position"] == tree["position"]
@@ -84,7 +69,7 @@ _trees = st.recursive(
 @settings(max_examples=50)
 @given(_trees)
 def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
-    found = _decode(_encode(tree, "", []), {})
+    found = _decode(_encode(tree, "", {}), {})
     assert repr(found) == repr(tree)
 
 
@@ -95,10 +80,11 @@ def test_nan_and_infinity_come_back(tmp_path: Path) -> None:
 
 
 def test_any_safetensors_reader_can_open_the_tensors(tmp_path: Path) -> None:
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    write_private(tmp_path, {"masters": {"head": array}})
-    assert list(safetensors.numpy.load_file(tmp_path / TENSORS_FILE)) == ["0/masters/head"]
-    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / TENSORS_FILE)["0/masters/head"], array)
+    tensor = torch.arange(6, dtype=torch.float32).view(2, 3)
+    write_private(tmp_path, {"masters": {"head": tensor}})
+    found = safetensors.numpy.load_file(tmp_path / TENSORS_FILE)
+    assert list(found) == ["0/masters/head"]
+    np.testing.assert_array_equal(found["0/masters/head"], tensor.numpy())
 
 
 def test_a_type_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
