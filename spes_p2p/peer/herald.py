@@ -13,7 +13,7 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.importing import ROUTER_WARNING
-from spes_p2p.observe.metrics import count_text, span_text
+from spes_p2p.observe.metrics import amount_text, count_text, span_text
 from spes_p2p.observe.text import to_type
 from spes_p2p.ownership.assign import Ownership, columns_of, orphans
 from spes_p2p.swarm.invite import is_public, to_be_shown
@@ -30,7 +30,7 @@ def expected_coverage(config: Config) -> str | None:
     if peers * each >= columns:
         return None
     return (
-        f"warning: {peers} {peers_text(peers)} with {each} columns each cover {peers * each} of {columns} expert "
+        f"warning: {amount_text(peers, 'peer')} with {each} columns each cover {peers * each} of {columns} expert "
         "columns; the rest are not trained until more peers join, unless some peers have memory for more"
     )
 
@@ -52,7 +52,7 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[s
     if newest is not None:
         return [*named, f"it continues at round {newest.manifest.round}, step {newest.manifest.step:,}"]
     wanted, warnings = config.swarm.min_peers, (expected_coverage(config), router_warning(config))
-    begins = f"it starts once {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} joined"
+    begins = f"it starts once {amount_text(wanted, 'peer')} {'has' if wanted == 1 else 'have'} joined"
     if config.swarm.electors == "vouched":
         begins += ", and somebody who may vote is there: one that you vouch for, or this node with --serve"
     return [*named, *(warning for warning in warnings if warning is not None), begins]
@@ -83,7 +83,7 @@ def order_lines(words: Words, before: Words, newest: Commit | None) -> list[str]
         lines.append(decay_line(words.decay.value.steps, newest.manifest if newest is not None else None))
     if words.roll is not None and words.roll != before.roll:
         vouched, banned = len(words.roll.value.vouched), len(words.roll.value.banned)
-        lines.append(f"the organiser vouches for {vouched} {peers_text(vouched)} and has banned {banned}")
+        lines.append(f"the organiser vouches for {amount_text(vouched, 'peer')} and has banned {banned}")
     return lines + [
         f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}"
         for parent, child in words.children.items()
@@ -117,7 +117,7 @@ def coverage(ownership: Ownership) -> str:
 def genesis_lines(manifest: Manifest) -> list[str]:
     """The first members with their columns."""
     names = sorted(member.peer for member in trainers(manifest.members))
-    lines = [f"the run starts with {len(names)} {peers_text(len(names))}"]
+    lines = [f"the run starts with {amount_text(len(names), 'peer')}"]
     lines += [
         f"  {short(peer)} trains columns {span_text(columns_of(manifest.ownership, peer)) or '-'}" for peer in names
     ]
@@ -133,11 +133,7 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     )
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
-        + (
-            f"{count_text(tokens)} tokens from {len(manifest.roster)} {peers_text(len(manifest.roster))}, "
-            if tokens
-            else ""
-        )
+        + (f"{count_text(tokens)} tokens from {amount_text(len(manifest.roster), 'peer')}, " if tokens else "")
         + f"{count_text(manifest.tokens)} in total"
     ]
     was, now = ({member.peer for member in one.members} for one in (before, manifest))
@@ -151,8 +147,3 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
 def _named(peers: Set[PeerId]) -> str:
     shown = [short(peer) for peer in sorted(peers)[:MOST_SHOWN]]
     return ", ".join(shown) + (f" and {len(peers) - MOST_SHOWN} more" if len(peers) > MOST_SHOWN else "")
-
-
-def peers_text(count: int) -> str:
-    """The word "peer" or "peers", without the number."""
-    return "peer" if count == 1 else "peers"
