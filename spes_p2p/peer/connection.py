@@ -105,7 +105,7 @@ class Connection:
         options: PeerOptions,
         gate: TrainerBridge,
         say: Say,
-        data_traffic: DataTraffic | None = None,
+        data_traffic: DataTraffic,
     ) -> Connection:
         """Joins the DHT, finds the run and checks its config; the run itself is entered by `enter`.
 
@@ -119,7 +119,7 @@ class Connection:
             except BaseException:
                 await network.close()
                 raise
-            return cls(thread, options, gate, say, data_traffic or DataTraffic(), network, found)
+            return cls(thread, options, gate, say, data_traffic, network, found)
 
         return thread.run(unless_stopped(gate, come()))
 

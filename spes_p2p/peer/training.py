@@ -120,10 +120,10 @@ class LoopOptions:
     what the newest checkpoint is ahead of a state, for a round that begins anew although this peer has trained before.
     """
 
-    dump: RoundDump | None = None
-    last_round: int | None = None
-    pause: PauseSwitch | None = None
-    saved_ahead: ValuesAhead | None = None
+    dump: RoundDump | None
+    last_round: int | None
+    pause: PauseSwitch
+    saved_ahead: ValuesAhead
 
 
 class TrainingLoop:
@@ -153,7 +153,7 @@ class TrainingLoop:
         self.moments = HandOver(connection, config, learning.trainer, emit)
         self._loader = learning.loader
         self._options = options
-        self._pause = options.pause or PauseSwitch()
+        self._pause = options.pause
         self.limits = StepLimits(connection, self.machine, self._pause, options.last_round)
         self._evaluator = Evaluator(connection.peer_id, learning, emit, lambda: self.gate.stopping)
         turns, is_lossy = config.sync.takes_turns, connection.layout.codec_of(1) != "fp32"

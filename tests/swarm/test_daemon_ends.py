@@ -20,6 +20,7 @@ import pytest
 
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import DaemonEnded, Stopped
+from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.ids import PeerId
 from spes_p2p.peer import bootstrap
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
@@ -246,7 +247,7 @@ def test_a_peer_that_waits_for_its_run_to_begin_gets_another_daemon(tmp_path: Pa
         serving = other.submit(serve_until(stop, run_of_nine(tmp_path / "node"), lambda text: None, on_ready))
         assert ready.wait(WAIT_SECONDS)
         options = PeerOptions(NetworkOptions(tuple(addresses), LOOPBACK), tmp_path / "peer")
-        with contextlib.closing(Connection.open(thread, options, gate, say)) as connection:
+        with contextlib.closing(Connection.open(thread, options, gate, say, DataTraffic())) as connection:
             entering = threading.Thread(target=enter, args=(connection,))
             entering.start()
             assert waits.wait(WAIT_SECONDS)
