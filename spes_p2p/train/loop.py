@@ -20,16 +20,9 @@ MOST_SKIPPED_IN_ROW = 10
 class RoundWork:
     """What one call of `run_inner_steps` did."""
 
-    steps: int = 0
+    steps: int
     """Optimizer steps, without skipped ones."""
-    tokens: int = 0
-    """Tokens of these steps: the weight of this peer's values."""
-    sequences: int = 0
-    """Sequences taken from the loader, those of skipped steps too."""
-    seconds: float = 0.0
-    skipped: int = 0
-    waited_seconds: float = 0.0
-    """Of `seconds`: for the tokens of a batch, instead of training."""
+    seconds: float
 
 
 def run_inner_steps(
@@ -53,29 +46,21 @@ def run_inner_steps(
     started = time.perf_counter()
     should_drop = should_drop or (lambda share: should_stop())
     size = trainer.config.optimizer.batch_sequences
-    done = tokens = sequences = skipped = 0
-    waited = 0.0
-    while done < steps and not should_stop():
-        asked, place = time.perf_counter(), loader.state_dict()
-        batch = loader.next_batch(size) if _has(loader, size, should_stop) else None
-        waited += time.perf_counter() - asked
-        if batch is None:
-            break
-        result = trainer.train_step_unless(batch, should_drop)
+    done = 0
+    while done < steps and not should_stop() and _has(loader, size, should_stop):
+        place = loader.state_dict()
+        result = trainer.train_step_unless(loader.next_batch(size), should_drop)
         if result is None:
             loader.load_state_dict(place)
             break
         reached(INNER_STEP, seconds=result.seconds)
         _pass_notes_on(trainer, emit)
-        sequences += size
         if result.skipped:
-            skipped += 1
             _note_skip(trainer, result, emit)
         else:
             done += 1
-            tokens += result.tokens
         on_step(result)
-    return RoundWork(done, tokens, sequences, time.perf_counter() - started, skipped, waited)
+    return RoundWork(done, time.perf_counter() - started)
 
 
 def _has(loader: LeasedLoader | LocalLoader, sequences: int, should_stop: Callable[[], bool]) -> bool:

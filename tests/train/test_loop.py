@@ -42,19 +42,21 @@ def local(dataset: Dataset, config: Config) -> LocalLoader:
 
 def test_a_round_of_steps(dataset: Dataset) -> None:
     config = small_config()
-    trainer, heard = trainer_of(config, step=40), []
+    trainer, heard = trainer_of(config, step=40), list[StepResult]()
     for _ in range(2):
-        work = run_inner_steps(trainer, local(dataset, config), 3, never, lambda result: heard.append(result.step))
-        assert (work.steps, work.tokens, work.sequences, work.skipped) == (3, 3 * TOKENS_OF_A_STEP, 24, 0)
-        assert 0 < work.waited_seconds < work.seconds
-    assert heard == [41, 42, 43, 44, 45, 46]
+        loader = local(dataset, config)
+        work = run_inner_steps(trainer, loader, 3, never, heard.append)
+        assert (work.steps, loader.state_dict()) == (3, {"position": 24})
+        assert work.seconds > 0
+    assert [result.step for result in heard] == [41, 42, 43, 44, 45, 46]
+    assert all(result.tokens == TOKENS_OF_A_STEP and not result.skipped for result in heard)
 
 
 def test_it_ends_when_the_lease_is_used_up(dataset: Dataset) -> None:
     config = small_config()
     loader = LeasedLoader(dataset, config, ((0, 20),))
     work = run_inner_steps(trainer_of(config), loader, 100, never, ignore)
-    assert (work.steps, work.sequences, loader.remaining()) == (2, 16, 4)
+    assert (work.steps, loader.consumed, loader.remaining()) == (2, 16, 4)
 
 
 def test_it_stops_between_two_steps_when_asked(dataset: Dataset) -> None:
@@ -70,12 +72,11 @@ def poison(trainer: Trainer) -> None:
 
 def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: Dataset) -> None:
     config = small_config()
-    trainer, events = trainer_of(config), list[Event]()
+    trainer, events, heard = trainer_of(config), list[Event](), list[StepResult]()
     poison(trainer)
-    work = run_inner_steps(
-        trainer, local(dataset, config), 5, lambda: trainer.skipped_in_row == 4, ignore, events.append
-    )
-    assert (work.steps, work.tokens, work.sequences, work.skipped) == (0, 0, 32, 4)
+    loader = local(dataset, config)
+    work = run_inner_steps(trainer, loader, 5, lambda: trainer.skipped_in_row == 4, heard.append, events.append)
+    assert (work.steps, loader.state_dict(), [result.skipped for result in heard]) == (0, {"position": 32}, [True] * 4)
     with pytest.raises(SpesError, match="10 steps in a row") as raised:
         run_inner_steps(trainer, local(dataset, config), 5, never, ignore, events.append)
     assert "optimizer.lr" in raised.value.fix
@@ -102,8 +103,7 @@ def test_a_step_that_is_given_up_did_not_happen(dataset: Dataset) -> None:
         return stopped.round_steps == 2 and share == 0.5
 
     work = run_inner_steps(stopped, loader, 4, never, ignore, should_drop=should_drop)
-    assert (work.steps, work.tokens, work.sequences, work.skipped) == (2, 2 * TOKENS_OF_A_STEP, 16, 0)
-    assert (loader.consumed, stopped.round_steps) == (16, 2)
+    assert (work.steps, loader.consumed, stopped.round_steps) == (2, 16, 2)
     assert asked == [0.25, 0.5, 0.75, 0.25, 0.5, 0.75, 0.25, 0.5]
     run_inner_steps(stopped, loader, 2, never, ignore)
     assert same_bits(values_of(stopped), values_of(whole))
@@ -114,4 +114,4 @@ def test_who_stops_does_not_wait_for_the_end_of_a_step(dataset: Dataset) -> None
     trainer, answers = trainer_of(config), iter([False, False, True])
     loader = local(dataset, config)
     work = run_inner_steps(trainer, loader, 4, lambda: next(answers), ignore)
-    assert (work.steps, work.sequences, loader.state_dict()) == (0, 0, {"position": 0})
+    assert (work.steps, loader.state_dict()) == (0, {"position": 0})
