@@ -19,7 +19,6 @@ class Parked:
     def __init__(self, root: object, device: torch.device) -> None:
         parks = device.type != "mps"  # torch cannot resize storages there: they stay
         storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in _tensors(root, device) if parks}
-        self._device = device
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in storages.values():
             if storage.resizable() and storage.nbytes():
@@ -28,11 +27,6 @@ class Parked:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the device has back."""
-        return sum(host.nbytes() for _, host in self._kept)
 
     def bring_back(self) -> None:
         """All of it, or nothing: raises RuntimeError where the device has too little memory now."""
