@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,12 @@ _HEADERS = {
 }
 
 
-def make_app(history: History, clock: Callable[[], float] = time.time) -> Starlette:
+def make_app(history: History) -> Starlette:
     """The page of `history`. `app.state.stopping = True` ends the streams of news."""
     routes = [
         Route("/", _page),
         Route("/plotly.js", _plotly),
-        Route("/api/state", partial(_state, history=history, clock=clock)),
+        Route("/api/state", partial(_state, history=history)),
         Route("/api/news", partial(_news, history=history)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -89,9 +89,9 @@ async def _plotly(request: Request) -> Response:
     return FileResponse(plotly_file(), media_type="text/javascript")
 
 
-async def _state(request: Request, history: History, clock: Callable[[], float]) -> Response:
+async def _state(request: Request, history: History) -> Response:
     hours = _number(request.query_params.get("hours"))
-    state = await run_in_threadpool(page_state, history, clock(), hours)
+    state = await run_in_threadpool(page_state, history, time.time(), hours)
     text = json.dumps(finite({**state, "program": __version__}), allow_nan=False)
     return Response(text, media_type="application/json")
 

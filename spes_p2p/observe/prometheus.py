@@ -6,7 +6,6 @@ Counters count since the peer was started. What is not a number (names, messages
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -86,12 +85,6 @@ class Metrics:
 
     def close(self) -> None:
         """The numbers stay as they are."""
-
-    def names(self) -> Iterator[str]:
-        """Names of all series that Prometheus may see, with the suffixes that it adds."""
-        for metric in self.registry.collect():
-            endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(metric.type, ("",))
-            yield from (metric.name + ending for ending in endings)
 
     def _write_step(self, event: Step) -> None:
         self._step.set(event.step)

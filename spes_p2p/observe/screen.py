@@ -14,7 +14,7 @@ import termios
 import threading
 import tty
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -64,11 +64,10 @@ class Keys:
                 self._actions.get(key, _nothing)()
 
 
-def can_hear_keys(stream: TextIO | None = None) -> bool:
-    """Whether `stream` (default: standard input) is a terminal and this process is in its foreground."""
-    stream = sys.stdin if stream is None else stream
+def can_hear_keys() -> bool:
+    """Whether standard input is a terminal and this process is in its foreground."""
     try:
-        return stream.isatty() and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError, AttributeError):
         return False
 

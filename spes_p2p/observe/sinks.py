@@ -74,11 +74,12 @@ class EventReader:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._offset = 0
-        self.skipped = 0
-        """Lines that were no events of this version."""
 
     def read(self) -> list[tuple[float, Event]]:
-        """(time, event) of the lines since the last call; none while the file does not exist."""
+        """(time, event) of the lines since the last call; none while the file does not exist.
+
+        Lines that are no events of this version are left out.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -87,14 +88,11 @@ class EventReader:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [event for text in whole.splitlines() if (event := self._parsed(text)) is not None]
-
-    def _parsed(self, text: bytes) -> tuple[float, Event] | None:
-        try:
-            return from_json(text)
-        except ValueError:
-            self.skipped += 1
-            return None
+        events = []
+        for text in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                events.append(from_json(text))
+        return events
 
 
 def unfailing(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -121,12 +119,11 @@ class TextStream(Protocol):
 class PlainLines:
     """One line of text an event, for logs and pipes."""
 
-    def __init__(self, stream: TextStream, prefix: str = "") -> None:
+    def __init__(self, stream: TextStream) -> None:
         self._stream = stream
-        self._prefix = prefix
 
     def write(self, time: float, event: Event) -> None:
-        self._stream.write(f"{self._prefix}{line(event)}\n")
+        self._stream.write(f"{line(event)}\n")
         self._stream.flush()
 
     def close(self) -> None:
