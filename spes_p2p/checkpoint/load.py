@@ -35,14 +35,9 @@ class Checkpoint:
     run: dict[str, Any]
     """What the saving peer wrote about its run."""
 
-    @property
-    def state_folder(self) -> Path:
-        """Where the block files lie: for `StateStore.adopt`."""
-        return self.folder / STATE_FOLDER
-
     def version(self, layout: Layout) -> Version:
         """The state, memory-mapped. Raises StateError where it does not have the shape of `layout`."""
-        return Version(self.state_folder, self.round, layout)
+        return Version(self.folder / STATE_FOLDER, self.round, layout)
 
     def private(self) -> Any:
         """The peer's private training state, as it was saved; read from disk at each call."""

@@ -43,14 +43,13 @@ class Feed:
         self,
         cache: PieceCache,
         say: Callable[[str], None],
-        changed: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
         self.grid: PieceGrid = cache.grid
         self._say = say
         self._now = now
-        self.changed = changed
+        self.changed: Callable[[], None] = lambda: None
         self._news = threading.Condition()
         self._always, self._planned, self._urgent = _NOTHING, _NOTHING, _NOTHING
         self._looked_at = _NOTHING

@@ -149,18 +149,13 @@ class _Loader:
 
 
 class LeasedLoader(_Loader):
-    """Batches from the positions that are leased to this peer, in the order of its ranges.
+    """Batches from the positions that are leased to this peer, in the order of its ranges."""
 
-    Args:
-        ranges: what the newest certificate says that this peer holds.
-        offset: sequences at the front of `ranges` that were already trained on but not yet counted.
-    """
-
-    def __init__(self, dataset: AnyDataset, config: Config, ranges: Ranges = (), offset: int = 0) -> None:
+    def __init__(self, dataset: AnyDataset, config: Config, ranges: Ranges = ()) -> None:
         super().__init__(dataset, config, RUN_STREAM)
         self.ranges = ranges
         """What this peer holds by the newest certificate."""
-        self.consumed = offset
+        self.consumed = 0
         """Sequences at the front of the held ranges that were handed out by `next_batch`."""
         self._need_rest()
 

@@ -22,9 +22,9 @@ from spes_p2p.config.sections import is_local
 from spes_p2p.errors import CheckpointError, ConfigError, first_line
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_tensors
-from spes_p2p.interop.weights import PublishedWeights, Report
+from spes_p2p.interop.weights import PublishedWeights
 from spes_p2p.state.hashes import hash_tiles
-from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
+from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.state.version import bytes_of
 
 if TYPE_CHECKING:
@@ -172,19 +172,10 @@ class StartModel:
         with PublishedWeights.open(self.folder) as weights:
             yield _Tiles(self, weights, layout)
 
-    def root(self, layout: Layout, report: Report = lambda done, total: None) -> Hash:
+    def root(self, layout: Layout) -> Hash:
         """The root of the state that these values are. Reads all of them. Raises CheckpointError."""
-        total = layout.num_values * VALUE_BYTES
         with self.values(layout) as values:
-
-            def tiles() -> Iterator[memoryview]:
-                done = 0
-                for tile in layout.tiles:
-                    yield bytes_of(values(tile))
-                    done += tile.size * VALUE_BYTES
-                    report(done, total)
-
-            return Layout.root_of(hash_tiles(tiles()))
+            return Layout.root_of(hash_tiles(bytes_of(values(tile)) for tile in layout.tiles))
 
     def _source(self, name: str) -> str:
         return "model.embed_tokens.weight" if self.tied and name == "lm_head.weight" else name

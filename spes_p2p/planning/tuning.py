@@ -284,9 +284,9 @@ def guest_overrides(config: Config, rank: int) -> tuple[str, ...]:
     return f"model.guest_rank={rank}", f"sync.tile_values={max(1, config.sync.tile_values // row) * row}"
 
 
-def too_slow(question: Question, fixed: Collection[str] = ()) -> str:
+def too_slow(question: Question) -> str:
     """What there is to say of links that are too slow for a run as configured; nothing where they are not."""
-    found = tune(question, fixed, owners=False)
+    found = tune(question, owners=False)
     if found is None or found.before <= MOST_WAITING:
         return ""
     assert question.tokens_per_second is not None

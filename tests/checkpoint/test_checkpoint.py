@@ -53,7 +53,7 @@ def test_everything_comes_back_without_the_store(tmp_path: Path, store: StateSto
     version = checkpoint.version(layout)
     assert version.root == root
     np.testing.assert_array_equal(version.block(2), new_values(layout, 1)[2])
-    assert StateStore(tmp_path / "new", layout).adopt(checkpoint.state_folder, 1).root == root
+    assert StateStore(tmp_path / "new", layout).adopt(version.folder, 1).root == root
 
 
 def test_rounds_after_a_checkpoint_do_not_touch_it(tmp_path: Path, store: StateStore) -> None:

@@ -24,7 +24,8 @@ Counting = Callable[[int], Dataset]
 
 
 def test_batches_follow_the_ranges_and_end_with_the_lease(counting: Counting) -> None:
-    loader = LeasedLoader(counting(40), tiny_config(), ((8, 12), (3, 7)), offset=2)
+    loader = LeasedLoader(counting(40), tiny_config())
+    loader.use(((8, 12), (3, 7)), 2)
     first, second = loader.next_batch(4), loader.next_batch(2)
     assert first.positions.tolist() == [10, 11, 3, 4]
     assert second.positions.tolist() == [5, 6]
