@@ -44,9 +44,6 @@ _UNNAMED = _SHARED | {"last_broadcast", "statements"}
 
 
 _WHEN_HEARD = {"at", "direct_at", "heard_at", "newest", "quorum_at"}
-_FROZEN: dict[Any, bool] = {}
-_HOW: dict[Any, str] = {}
-_FIELDS: dict[Any, tuple[str, ...]] = {}
 _SCALARS = frozenset((int, str, float, bool, type(None)))
 _ATOMS = _SCALARS | {bytes, frozenset, types.FunctionType}
 
@@ -100,7 +97,7 @@ class Snapshots:
         kind: Any = type(value)
         if kind in _ATOMS:
             return value
-        how = _HOW.get(kind) or _how(kind)
+        how = _how(kind)
         if how == "frozen":
             return self.frozen.one(value)
         if how == "table":
@@ -130,7 +127,7 @@ class Snapshots:
 
     def _write(self, value: Any, parts: list[bytes], timeless: bool) -> None:
         kind = type(value)
-        how = _HOW.get(kind) or _how(kind)
+        how = _how(kind)
         if how == "scalar":
             parts.append(b"%a;" % (value,))
         elif how == "frozen":
@@ -233,37 +230,31 @@ def _plain(value: Any) -> list[Any]:
     return sorted(value) if isinstance(value, frozenset) else [getattr(value, name) for name in _fields(type(value))]
 
 
+@cache
 def _fields(kind: Any) -> tuple[str, ...]:
-    known = _FIELDS.get(kind)
-    if known is None:
-        known = _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind) if field.name not in _UNNAMED)
-    return known
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in _UNNAMED)
 
 
+@cache
 def _how(kind: Any) -> str:
     """In which of seven ways values of a type are copied and named."""
     if kind is bytes:
-        how = "bytes"
-    elif kind in _SCALARS or issubclass(kind, Enum):
-        how = "scalar"
-    elif kind in (tuple, list):
-        how = "list"
-    elif kind in (dict, Counter):
-        how = "table"
-    elif kind in (set, frozenset):
-        how = "set"
-    else:
-        how = "frozen" if _is_frozen(kind) else "object"
-    _HOW[kind] = how
-    return how
+        return "bytes"
+    if kind in _SCALARS or issubclass(kind, Enum):
+        return "scalar"
+    if kind in (tuple, list):
+        return "list"
+    if kind in (dict, Counter):
+        return "table"
+    if kind in (set, frozenset):
+        return "set"
+    return "frozen" if _is_frozen(kind) else "object"
 
 
+@cache
 def _is_frozen(kind: Any) -> bool:
-    known = _FROZEN.get(kind)
-    if known is None:
-        parameters = getattr(kind, "__dataclass_params__", None)
-        known = _FROZEN[kind] = parameters is not None and bool(parameters.frozen)
-    return known
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
 
 
 @cache
