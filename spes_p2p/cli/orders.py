@@ -177,7 +177,8 @@ def choose(
         child, invitation = None, child
     digits = None if child is None else checked_prefix(child, "CHILD")
     meeting = _meet(folder, invitation, initial_peers, run_id, fingerprint)
-    from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
+    from spes_p2p.peer.inviting import organisers_sealer
+    from spes_p2p.peer.organising import choose_history, look_at_histories
 
     parted = look_at_histories(meeting)
     for line in (line for fork in parted.forks for line in fork.texts(time.time())):
@@ -187,7 +188,7 @@ def choose(
             typer.echo("the run has only one history: there is nothing to choose")
         return
     fork, side = choose_child(parted.forks, digits)
-    check_key(folder / "identity.key", parted.info)
+    organisers_sealer(folder / "identity.key", parted.info)  # before anything is asked
     for line in fork.lost_texts(side.child):
         typer.echo(f"lost: {line}")
     if not yes:

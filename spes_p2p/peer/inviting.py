@@ -21,7 +21,7 @@ from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
-from spes_p2p.swarm.invite import decode, encode, invited_to
+from spes_p2p.swarm.invite import Invite, decode, encode, invited_to
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.chain import Chain
@@ -43,13 +43,20 @@ def fresh_invite(meeting: JoinTarget) -> str:
 
 def invite_for(word: str, identity: Path, peer: PeerId) -> str:
     """The invitation `word` with a token for one peer. Raises ConfigError where that is not the organiser's key."""
-    invite, signer = decode(word), signer_of(identity)
-    if signer.peer_id != invite.organiser:
+    invite = decode(word)
+    sealer = organisers_sealer(identity, invite)
+    return encode(replace(invite, token=make_pass(invite.fingerprint, peer, sealer, time.time_ns())))
+
+
+def organisers_sealer(identity: Path, run: RunInfo | Invite) -> KeySealer:
+    """Signs with the key of a run's organiser. Raises ConfigError where `identity` is another one."""
+    signer = signer_of(identity)
+    if signer.peer_id != run.organiser:
         raise ConfigError(
-            f"{identity} is the key of {signer.peer_id}, but the organiser of {invite.run_id} is {invite.organiser}",
+            f"{identity} is the key of {signer.peer_id}, but the organiser of run {run.run_id} is {run.organiser}",
             fix="give the folder of the run's bootstrap node with --folder",
         )
-    return encode(replace(invite, token=make_pass(invite.fingerprint, peer, KeySealer(signer), time.time_ns())))
+    return KeySealer(signer)
 
 
 def vouching_note(run: RunInfo | None) -> str:

@@ -24,11 +24,10 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import orphans
 from spes_p2p.peer.fetching import RunFetcher
 from spes_p2p.peer.folder import CHAIN, RUN, kept_run
-from spes_p2p.peer.inviting import vouching_note
+from spes_p2p.peer.inviting import organisers_sealer, vouching_note
 from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
-from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
@@ -51,7 +50,7 @@ from spes_p2p.sync.organiser_words import (
     together,
 )
 from spes_p2p.sync.report import RunReport, read_run
-from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.wire import pack
 
@@ -75,7 +74,7 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
     async def stop(network: HivemindNetwork) -> int:
         report, newest = await read_run(network, meeting.run_id, time.time(), meeting.fingerprint)
         info, _ = await find_and_load(network, report.run_id, report.fingerprint, ANSWER_SECONDS)
-        sealer = _sealer_of(identity, info)
+        sealer = organisers_sealer(identity, info)
         last = last_round(report, newest, after_round)
         say(f"announcing that run {info.run_id} ends with round {last}, until one of its nodes confirms it")
         known = await tell(network, info, ending(info, last, sealer))
@@ -117,7 +116,7 @@ def decay_run(folder: Path, meeting: JoinTarget, steps: int) -> int:
 
     async def announce(network: HivemindNetwork) -> int:
         info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-        word = decay(info, steps, _sealer_of(folder / "identity.key", info))
+        word = decay(info, steps, organisers_sealer(folder / "identity.key", info))
         _, newest = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
         words = await known_words(network, info)
         check_can_fall(config, newest.manifest if newest is not None else None, folder)
@@ -193,7 +192,7 @@ def change_roll(
                 fix="to end the run: spes-p2p run stop; for a node that takes no part, start it without --serve",
             )
         known = await known_words(network, info)
-        word = roll(info, known, _sealer_of(identity, info), vouched, banned, forgotten)
+        word = roll(info, known, organisers_sealer(identity, info), vouched, banned, forgotten)
         assert word.roll is not None
         if not word.roll.value.is_sane():
             raise ConfigError(
@@ -251,7 +250,7 @@ async def histories_of(network: Network, run_id: str | None, fingerprint: str | 
 
 def choose_history(identity: Path, meeting: JoinTarget, parted: ForkedRun, fork: Fork, side: Side) -> None:
     """Signs with the organiser's key that a run goes on with `side`, and tells it. Raises as `stop_run` does."""
-    sealer = _sealer_of(identity, parted.info)
+    sealer = organisers_sealer(identity, parted.info)
     visit(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
 
 
@@ -261,21 +260,6 @@ async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer
     at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
     parent, child = (Hash(bytes.fromhex(name)) for name in (fork.parent, side.child))
     return await tell(network, info, choice(info, parent, child, at_seconds, sealer))
-
-
-def check_key(identity: Path, info: RunInfo) -> None:
-    """Raises ConfigError where it is not the organiser's."""
-    _sealer_of(identity, info)
-
-
-def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
-    signer = signer_of(identity)
-    if signer.peer_id != info.organiser:
-        raise ConfigError(
-            f"{identity} is the key of {signer.peer_id}, but the organiser of run {info.run_id} is {info.organiser}",
-            fix="give the folder of the run's bootstrap node with --folder",
-        )
-    return KeySealer(signer)
 
 
 async def tell(network: Network, info: RunInfo, word: Words) -> Words:

@@ -146,7 +146,7 @@ def test_a_ban_counts_whom_a_ban_of_a_moment_before_takes_the_vote_and_spares_th
     monkeypatch.setattr(organising, "find_and_load", lambda *_: answer((made.info, made.config)))
     monkeypatch.setattr(organising, "known_words", lambda *_: answer(words))
     monkeypatch.setattr(organising, "read_run", lambda *_: answer((REPORT, newest)))
-    monkeypatch.setattr(organising, "_sealer_of", lambda *_: made.sealer(ORGANISER))
+    monkeypatch.setattr(organising, "organisers_sealer", lambda *_: made.sealer(ORGANISER))
     monkeypatch.setattr(organising, "tell", lambda network, info, word: answer(word))
     change_roll(Path("identity.key"), JoinTarget(), said.append, banned=(B,))
     assert said[0].startswith("1 of 3 voters stay, and a round needs 2")
