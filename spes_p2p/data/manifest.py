@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,6 +57,13 @@ class Manifest(Bounded):
     shards: tuple[Shard, ...]
     urls: tuple[str, ...] = ()
     """Of web servers where the same folder lies. They say nothing of what the dataset is: its hash leaves them out."""
+
+    def dataset(self, files: Iterable[TokenFile] = ()) -> Dataset:
+        """What it says of the dataset, with its files where these are here. Raises DataError."""
+        return Dataset(
+            dataset_dtype(self.dtype), tuple(files), self.vocab_size, self.eos_id, self.tokenizer,
+            self.tokenizer_fingerprint, self.urls,
+        )  # fmt: skip
 
     def write(self, folder: Path) -> Path:
         """Writes `folder/manifest.json` atomically. Raises StorageFull."""
@@ -184,10 +191,7 @@ def _from_manifest(path: Path) -> Dataset:
                 fix=_repair(file.path),
             )
         files.append(dataclasses.replace(file, sha256=shard.sha256))
-    return Dataset(
-        dataset_dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer,
-        manifest.tokenizer_fingerprint, manifest.urls,
-    )  # fmt: skip
+    return manifest.dataset(files)
 
 
 def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:

@@ -45,7 +45,7 @@ async def open_run_data(
             say(f"no data at {url}: {why}")
     else:
         found = await open_on_web(urls, say, folder)
-        dataset, shelf = found.dataset, EmptyShelf(found.grid)
+        dataset, shelf = found.manifest.dataset(), EmptyShelf(found.grid)
         check_vocabulary(dataset, config)
         if init_from is not None:
             check_tokenizer(init_from, dataset, say)

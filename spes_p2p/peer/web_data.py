@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.data.manifest import MANIFEST, Dataset, Manifest, dataset_dtype
+from spes_p2p.data.manifest import MANIFEST, Manifest
 from spes_p2p.data.pieces import Catalogue, PieceGrid
 from spes_p2p.data.web_client import WebClient
 from spes_p2p.data.web_shards import WebMirrors, WebShards, read_catalogue, read_manifest
@@ -65,13 +65,6 @@ class WebDataset:
 
     manifest: Manifest
     catalogue: Catalogue
-
-    @property
-    def dataset(self) -> Dataset:
-        """Without its files."""
-        found = self.manifest
-        dtype = dataset_dtype(found.dtype)
-        return Dataset(dtype, (), found.vocab_size, found.eos_id, found.tokenizer, found.tokenizer_fingerprint)
 
     @property
     def grid(self) -> PieceGrid:

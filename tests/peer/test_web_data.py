@@ -45,7 +45,7 @@ def test_a_dataset_is_known_by_its_hashes_alone(server: WebServer, shards: Path,
     gone = "https://127.0.0.1:1/shards"
     found = asyncio.run(open_on_web([gone, server.url], said.append, tmp_path / "kept"))
     assert found.catalogue == whole(shards, tmp_path).catalogue
-    assert (found.dataset.tokenizer, found.dataset.vocab_size) == ("byte", 257)
+    assert (found.manifest.tokenizer, found.manifest.vocab_size) == ("byte", 257)
     assert said == [f"no data at {gone}: manifest.json: 127.0.0.1: ConnectError"]
     assert server.sent < 0.1 * sum(path.stat().st_size for path in shards.glob("*.npy"))
     assert asyncio.run(open_on_web([gone], said.append, tmp_path / "kept")) == found  # no server, at a later start
