@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -68,14 +69,10 @@ def _try(device: torch.device) -> None:
     torch.compile(lambda y: torch.nn.functional.silu(y * 2).sum(), dynamic=False)(x).backward()
 
 
-_said: set[str] = set()
-
-
+@cache
 def _say_once(reason: str) -> None:
-    if reason not in _said:
-        _said.add(reason)
-        logger.warning(
-            "torch.compile does not work here (%s): the model runs as it is, slower. It needs a C compiler and "
-            "Python's headers: install gcc and python3-dev; model.torch_compile=false asks for none of it",
-            reason,
-        )
+    logger.warning(
+        "torch.compile does not work here (%s): the model runs as it is, slower. It needs a C compiler and "
+        "Python's headers: install gcc and python3-dev; model.torch_compile=false asks for none of it",
+        reason,
+    )

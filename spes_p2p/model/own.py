@@ -54,11 +54,9 @@ class OwnModel(nn.Module):
     @torch.no_grad()
     def load_block(self, block: int, flat: NDArray[np.float32]) -> None:
         """Copies a block of the state, flat fp32, into the module."""
-        start = 0
-        for parameter in self.parameters_of(block).values():
-            stop = start + parameter.numel()
-            parameter.copy_(torch.from_numpy(np.array(flat[start:stop])).view(parameter.shape))
-            start = stop
+        for name, place in self.pieces(block):
+            parameter = self.module.get_parameter(name)
+            parameter.copy_(torch.from_numpy(np.array(flat[place])).view(parameter.shape))
 
     def read_block(self, block: int) -> NDArray[np.float32]:
         """The present values of a block, flat fp32, a copy."""

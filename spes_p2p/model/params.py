@@ -6,7 +6,7 @@ by a table from above (interop/hf), since that order goes by Hugging Face names,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,19 +74,13 @@ def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
                 yield master
 
 
-def expert_matrix(model: Transformer, layer: int, expert: int, which: Matrix) -> Tensor:
-    """One matrix [out, in] without gradient, to be read: as the fp32 master has it if owned, else as the bank."""
-    return model.banks[layer].read(expert, which)
-
-
 def place(model: Transformer, where: Place) -> Tensor:
     """The tensor at a place without gradient, to be read. Where values are dealt to ranks, all of them call it."""
     if isinstance(where, ExpertPlace):
-        return expert_matrix(model, where.layer, where.expert, where.which)
+        return model.banks[where.layer].read(where.expert, where.which)
     return read(model.get_parameter(where.parameter))
 
 
-@torch.no_grad()
 def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray[np.float32]) -> None:
     """Copies a block of the state into the model; a column goes into the banks and, where owned, into the masters.
 
@@ -94,12 +88,7 @@ def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray
     """
     pieces = _pieces(model, table, block_index)
     _check(flat, block_index, pieces[-1][2])
-    for where, start, stop in pieces:
-        values = torch.from_numpy(np.array(flat[start:stop])).view(_shape(model, where))
-        if isinstance(where, ExpertPlace):
-            model.banks[where.layer].load(where.expert, where.which, values)
-        else:
-            write(model.get_parameter(where.parameter), values)
+    _load(model, flat, pieces)
 
 
 def pieces_of_layer(
@@ -118,15 +107,18 @@ def pieces_of_layer(
         start = stop
 
 
-@torch.no_grad()
 def load_layer(model: Transformer, table: Table, layer: int | None, block: int, flat: NDArray[np.float32]) -> None:
     """Copies what one block of a deeper model's state has of one layer into the first layer of `model`."""
-    for first, start, stop in pieces_of_layer(model, table, layer, block):
-        values = torch.from_numpy(np.array(flat[start:stop])).view(_shape(model, first))
-        if isinstance(first, ExpertPlace):
-            model.banks[0].load(first.expert, first.which, values)
+    _load(model, flat, pieces_of_layer(model, table, layer, block))
+
+
+def _load(model: Transformer, flat: NDArray[np.float32], pieces: Iterable[tuple[Place, int, int]]) -> None:
+    for where, start, stop in pieces:
+        values = torch.from_numpy(np.array(flat[start:stop])).view(_shape(model, where))
+        if isinstance(where, ExpertPlace):
+            model.banks[where.layer].load(where.expert, where.which, values)
         else:
-            write(model.get_parameter(first.parameter), values)
+            write(model.get_parameter(where.parameter), values)
 
 
 def _layer_of(where: Place) -> int | None:

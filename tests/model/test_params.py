@@ -10,7 +10,6 @@ from spes_p2p.errors import StateError
 from spes_p2p.model.params import (
     ExpertPlace,
     SharedPlace,
-    expert_matrix,
     load_block,
     named_shared,
     read_block,
@@ -36,7 +35,7 @@ def test_a_column_goes_into_the_bank_and_into_the_master_if_owned(owned: tuple[i
     load_block(model, TABLE, 1, flat)
     bank, values = model.banks[1], torch.from_numpy(flat).view(16, 24)
     assert torch.equal(bank.store.read("down", bank.slot(4)), values)
-    assert torch.equal(expert_matrix(model, 1, 4, "down"), values)
+    assert torch.equal(bank.read(4, "down"), values)
     assert (read_block(model, TABLE, 1) == flat).all()
     if owned:
         master = bank.master("down")
