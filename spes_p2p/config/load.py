@@ -56,8 +56,7 @@ def config_from_text(text: str, overrides: Sequence[str] = (), origin: str = "th
     tree = _parse(text, origin)
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin} has no sections", fix="begin it with `run:`, `model:`, ...")
-    for override in overrides:
-        _set(tree, *parse_override(override))
+    _set(tree, overrides)
     return config_from_tree(tree)
 
 
@@ -72,16 +71,14 @@ def config_from_tree(tree: Mapping[str, Any]) -> Config:
 def changed(config: Config, overrides: Sequence[str]) -> Config:
     """The config with dotted `overrides` on top. Raises ConfigError."""
     tree = config.model_dump()
-    for override in overrides:
-        _set(tree, *parse_override(override))
+    _set(tree, overrides)
     return config_from_tree(tree)
 
 
 def check_alone(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a dotted override whose value is wrong in every config."""
     tree: dict[str, Any] = {}
-    for override in overrides:
-        _set(tree, *parse_override(override))
+    _set(tree, overrides)
     try:
         Config.model_validate(_tuples(tree))
     except ValidationError as error:
@@ -151,11 +148,11 @@ def parse_override(override: str) -> tuple[str, Any]:
     return key, _parse(text, f"the value of {key}")
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    section, name = key.split(".")
-    if not isinstance(tree.get(section) or {}, dict):
-        return  # a wrong section: the schema check says it
-    tree[section] = {**(tree.get(section) or {}), name: value}
+def _set(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    for key, value in map(parse_override, overrides):
+        section, name = key.split(".")
+        if isinstance(tree.get(section) or {}, dict):  # else a wrong section: the schema check says it
+            tree[section] = {**(tree.get(section) or {}), name: value}
 
 
 class _Loader(yaml.SafeLoader):
