@@ -51,15 +51,12 @@ class Summary:
     tightest_bound: float = 0.0
     findings: list[Finding] = field(default_factory=list)
 
-    def add(self, kind: str, result: Result) -> None:
-        self.runs += 1
-        self.kinds[kind] += 1
-        self.fired.update(result.fired)
-        for name in ("rounds", "commits", "degraded", "forks", "switches", "restarts", "handovers", "messages"):
-            self.totals[name] += getattr(result, name)
-        self.totals["extinct"] += result.extinct
-        self.longest_stall = max(self.longest_stall, result.longest_stall)
-        self.tightest_bound = max(self.tightest_bound, result.tightest_bound)
+    @classmethod
+    def of(cls, kind: str, result: Result) -> Summary:
+        """Of one run."""
+        names = "rounds", "commits", "degraded", "forks", "switches", "restarts", "handovers", "messages", "extinct"
+        totals = Counter({name: int(getattr(result, name)) for name in names})
+        return cls(1, Counter([kind]), Counter(result.fired), totals, result.longest_stall, result.tightest_bound)
 
     def merge(self, other: Summary) -> None:
         self.runs += other.runs
@@ -130,7 +127,7 @@ def explore(
     for seed in seeds:
         try:
             kind, result = run_schedule(seed, core_class, only)
-            summary.add(kind, result)
+            summary.merge(Summary.of(kind, result))
         except Exception as error:  # noqa: BLE001 - whatever a schedule brings to light is a finding
             kind = error.kind if isinstance(error, Violation) else "error"
             text = str(error) if isinstance(error, Violation) else traceback.format_exc()
