@@ -16,7 +16,7 @@ import time as wall_time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from spes_p2p.errors import SpesError, StorageFull
 
@@ -188,9 +188,7 @@ class Error:
 
 
 Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Tasks | Note | Warning | Error
-KINDS: Mapping[str, type[Event]] = {
-    kind.event: kind for kind in (Step, Round, ExpertLoad, Peer, Columns, Pause, Eval, Tasks, Note, Warning, Error)
-}
+KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 
 
 def to_json(time: float, event: Event) -> str:

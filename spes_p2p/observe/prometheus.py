@@ -6,6 +6,8 @@ Counters count since the peer was started. What is not a number (names, messages
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -25,7 +27,8 @@ class Metrics:
     def __init__(self, run_id: str, peer: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"run_id": run_id, "peer": peer}
-        gauge, counter = self._gauge, self._counter
+        gauge, counter = partial(self._made, Gauge), partial(self._made, Counter)
+        histogram = partial(self._made, partial(Histogram, buckets=_PHASE_BUCKETS))
         self._step = gauge("step", "Global step: the committed one plus the own steps of this round.")
         self._loss = gauge("loss", "Training loss of the newest logged step, in nats per token.")
         self._lr = gauge("learning_rate", "Learning rate of the newest logged step.")
@@ -39,7 +42,7 @@ class Metrics:
         self._tokens = counter("round_tokens", "Tokens that rounds counted, all peers together.")
         self._lost_tokens = counter("lost_tokens", "Tokens of committed rounds that were lost to another history.")
         self._bytes = counter("bytes", "Bytes to and from other peers in rounds.", "direction", "what")
-        self._phase = self._histogram("phase_seconds", "Duration of the phases of a round.", "phase")
+        self._phase = histogram("phase_seconds", "Duration of the phases of a round.", "phase")
         self._alpha = gauge("merge_alpha", "Alpha of the newest round's merge; 0 when nothing was merged.")
         self._stale = gauge("stale_columns", "Expert columns without a new version in the newest round.")
         self._deadline = gauge(
@@ -115,23 +118,9 @@ class Metrics:
         for phase, seconds in event.seconds.items():
             self._phase.labels(phase=phase, **self._labels).observe(seconds)
 
-    def _gauge(self, name: str, words: str, *labels: str) -> Any:
-        return self._labelled(
-            Gauge(f"{PREFIX}_{name}", words, (*labels, *self._labels), registry=self.registry), labels
-        )
-
-    def _counter(self, name: str, words: str, *labels: str) -> Any:
-        made = Counter(f"{PREFIX}_{name}", words, (*labels, *self._labels), registry=self.registry)
-        return self._labelled(made, labels)
-
-    def _histogram(self, name: str, words: str, *labels: str) -> Any:
-        made = Histogram(
-            f"{PREFIX}_{name}", words, (*labels, *self._labels), registry=self.registry, buckets=_PHASE_BUCKETS
-        )
-        return self._labelled(made, labels)
-
-    def _labelled(self, made: Any, labels: tuple[str, ...]) -> Any:
+    def _made(self, kind: Callable[..., Any], name: str, words: str, *labels: str) -> Any:
         """With this peer's labels, where there are no others."""
+        made = kind(f"{PREFIX}_{name}", words, (*labels, *self._labels), registry=self.registry)
         return made if labels else made.labels(**self._labels)
 
 

@@ -130,11 +130,8 @@ class PlainLines:
         self._stream.flush()
 
 
-class JsonStream:
+class JsonStream(PlainLines):
     """Writes the lines of `metrics.jsonl` to a stream, for log collectors; other text becomes a `note`."""
-
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
 
     def write(self, time: float, event: Event) -> None:
         self._stream.write(f"{to_json(time, event)}\n")
@@ -143,9 +140,6 @@ class JsonStream:
     def say(self, text: str) -> None:
         """A line for people, such as where others can dial this machine. Raises OSError."""
         self.write(wall_time.time(), Note(text))
-
-    def close(self) -> None:
-        self._stream.flush()
 
 
 class TensorBoard:

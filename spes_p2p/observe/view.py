@@ -20,8 +20,6 @@ class PeerView:
     def __init__(self, steps_per_round: Callable[[int], int] | None = None) -> None:
         self._steps_per_round = steps_per_round
         self.step = 0
-        self.first_loss: float | None = None
-        self.loss: float | None = None
         self.smooth_loss = Ema()
         self.tokens_per_second = Ema(0.3)
         self.round = 0
@@ -30,15 +28,12 @@ class PeerView:
         self.roster_size: int | None = None
         self.commit: str | None = None
         self.model_hash = ""
-        self.tokens = 0
-        """Counted by the rounds that this view has seen, all peers together."""
         self.deadline_seconds: float | None = None
         """Seconds without progress that the newest round allowed its leader; it adapts, so it reflects the network."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.eval_loss: float | None = None
         self.eval_round = 0
-        self.first_eval_loss: float | None = None
         self.messages: tuple[str, ...] = ()
         """The newest last. Replaced as a whole, since a display may read it from another thread."""
         self._step_seconds = Ema(0.2)
@@ -52,7 +47,6 @@ class PeerView:
                 self._apply_round(event)
             case Eval():
                 self.eval_loss, self.eval_round = event.loss, event.round
-                self.first_eval_loss = event.loss if self.first_eval_loss is None else self.first_eval_loss
             case Peer() | Tasks() | Note() | Warning() | Error():
                 self.messages = (*self.messages, line(event))[-_MESSAGES_KEPT:]
 
@@ -67,16 +61,13 @@ class PeerView:
         if self._last_step_time is not None and event.step > self.step:
             self._step_seconds.add((time - self._last_step_time) / (event.step - self.step))
         self._last_step_time = time
-        self.step, self.loss = event.step, event.loss
-        self.first_loss = event.loss if self.first_loss is None else self.first_loss
+        self.step = event.step
         self.smooth_loss.add(event.loss)
         self.tokens_per_second.add(event.tokens_per_second)
 
     def _apply_round(self, event: Round) -> None:
-        self.round, self.round_step = event.round, event.step
-        self.step = event.step
+        self.round, self.round_step, self.step = event.round, event.step, event.step
         self.roster_size, self.commit, self.model_hash = event.roster_size, event.commit, event.model_hash
-        self.tokens += event.tokens
         self.deadline_seconds = event.deadline_seconds
         self.bytes_sent += event.bytes_sent
         self.bytes_received += event.bytes_received

@@ -21,7 +21,7 @@ from spes_p2p.data.loader import held_out_batches, open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.observe.events import Event
+from spes_p2p.observe.events import Event, Step
 from spes_p2p.observe.view import PeerView
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.initial import InitialState
@@ -143,13 +143,13 @@ def _result(process: Process, layout: Layout) -> PeerResult:
     store = StateStore(process.folder / "run" / "state", layout, read_only=True)
     version = store.latest()
     found = layout.root_of(hash_tiles(version.tile(tile.id) for tile in layout.tiles)).hex() if version else ""
-    nan = float("nan")
+    losses = [event.loss for _, event in process.seen if isinstance(event, Step)] or [float("nan")]
     return PeerResult(
         process.name,
         process.exit_code,
         view.round,
-        nan if view.first_loss is None else view.first_loss,
-        nan if view.loss is None else view.loss,
+        losses[0],
+        losses[-1],
         view.bytes_sent,
         view.bytes_received,
         found,

@@ -16,8 +16,8 @@ from spes_p2p.observe.view import PeerView
 from tests.observe.test_events import ROUND, STEP
 
 
-def step(number: int, loss: float = 2.0) -> Step:
-    return dataclasses.replace(STEP, step=number, loss=loss)
+def step(number: int) -> Step:
+    return dataclasses.replace(STEP, step=number)
 
 
 def test_time_to_the_next_sync_follows_speed_and_schedule() -> None:
@@ -33,17 +33,13 @@ def test_time_to_the_next_sync_follows_speed_and_schedule() -> None:
     assert view.seconds_to_sync() == 0
 
 
-def test_view_keeps_first_and_last_and_adds_up() -> None:
+def test_view_keeps_the_last_and_adds_up() -> None:
     view = PeerView()
-    for number, loss in enumerate([4.0, 3.0, 2.5]):
-        view.apply(float(number), step(number, loss))
     for _ in range(2):
         view.apply(9.0, ROUND)
     view.apply(9.5, Eval(1, 20, 3.5, 10))
     view.apply(9.5, Eval(2, 40, 3.0, 10))
-    assert (view.first_loss, view.loss) == (4.0, 2.5)
-    assert (view.first_eval_loss, view.eval_loss) == (3.5, 3.0)
-    assert (view.bytes_sent, view.bytes_received, view.tokens) == (20, 40, 6144)
+    assert (view.eval_loss, view.bytes_sent, view.bytes_received) == (3.0, 20, 40)
 
 
 def test_display_shows_numbers_and_newest_messages() -> None:
