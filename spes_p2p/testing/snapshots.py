@@ -126,7 +126,7 @@ class Snapshots:
         return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
     def _write(self, value: Any, parts: list[bytes], timeless: bool) -> None:
-        kind = type(value)
+        kind: Any = type(value)
         how = _how(kind)
         if how == "scalar":
             parts.append(b"%a;" % (value,))
@@ -202,7 +202,7 @@ class Snapshots:
                 continue
             elif isinstance(item, Signed | VoteRecord):
                 setattr(value, name, self.aged(item))
-            elif dataclasses.is_dataclass(item) and not _is_frozen(type(item)):
+            elif not _is_frozen(item.__class__) and dataclasses.is_dataclass(item):
                 self._age(item)
         if isinstance(value, Others):
             for contact in value.contacts.values():
@@ -227,7 +227,9 @@ def _pack(value: Any) -> bytes:
 def _plain(value: Any) -> list[Any]:
     if isinstance(value, Enum):
         return [value.name]
-    return sorted(value) if isinstance(value, frozenset) else [getattr(value, name) for name in _fields(type(value))]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [getattr(value, name) for name in _fields(value.__class__)]
 
 
 @cache

@@ -101,5 +101,5 @@ def test_only_the_organiser_makes_one(tmp_path: Path, vouching: Organiser) -> No
     new_peer(tmp_path)
     (tmp_path / "invite.txt").write_text(spes_p2p("invite", "--folder", str(vouching.folder)).output)
     wanted = ("--for", "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn")
-    refused(spes_p2p("invite", "--folder", str(tmp_path), *wanted), "but the organiser of tiny is")
+    refused(spes_p2p("invite", "--folder", str(tmp_path), *wanted), "but the organiser of run tiny is")
     refused(spes_p2p("invite", "--folder", str(vouching.folder), "--for", "me"), "is not the id of a peer")
