@@ -60,7 +60,6 @@ from spes_p2p.peer.web_data import absent_on_web
 from spes_p2p.planning.budget import Device
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, signer_of
-from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
@@ -196,12 +195,12 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
         note(Check("network", "ok", f"{len(network.reached)} of {len(meeting.addresses)} initial peers answer"))
         note(clock_check(statistics.median(one.met.ahead_seconds for one in network.reached)))
         note(_port_check(network))
-        note(_reach_check(network))
+        note(reach_check({Reach.PUBLIC: True, Reach.PRIVATE: False}.get(network.reach), network.dialled_at))
         group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
         info, found.config = await load_run(network.transport, group, ANSWER_SECONDS)
         records = await read_peers(network, group.run_id, ANSWER_SECONDS)
         found.peers = sum(record.role == "peer" for record in records.values())
-        note(_run_check(group, found.peers))
+        note(Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(found.peers, 'peer')}"))
         found.speed = await _speed(network, note)
         if info.dataset == NO_HASH:
             found.config = changed(found.config, ("data.source=local",))
@@ -221,15 +220,6 @@ def _port_check(network: HivemindNetwork) -> Check:
     if not ports:
         return Check("port", "ok", "not listening (client mode)")
     return Check("port", "ok", f"TCP {', '.join(ports)} is free to listen on")
-
-
-def _reach_check(network: HivemindNetwork) -> Check:
-    known = {Reach.PUBLIC: True, Reach.PRIVATE: False}.get(network.reach)
-    return reach_check(known, network.dialled_at)
-
-
-def _run_check(group: RunGroup, peers: int) -> Check:
-    return Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(peers, 'peer')}")
 
 
 async def _look_at_data(
