@@ -164,7 +164,8 @@ def predict(work: Workload) -> Memory:
     passing = sum(parts[part] for part in (GRADIENTS, ACTIVATIONS, LOGITS, BUFFERS))
     on_gpu = work.compute_bytes == 2
     context = (CONTEXT_BYTES + RANKS_BYTES * (work.ranks > 1)) if on_gpu else 0
-    return Memory(parts, name, round(FRAGMENT_SHARE * passing), context, _host_bytes(work))
+    host = pinned_bytes(work) if work.options.foreign_offload else 0
+    return Memory(parts, name, round(FRAGMENT_SHARE * passing), context, host)
 
 
 def state_bytes(work: Workload) -> int:
@@ -216,10 +217,6 @@ def _quantised_bytes(kind: str, width: int) -> float:
 
 def _is_thrifty(options: Options) -> bool:
     return options.foreign_dtype != "compute" or options.foreign_offload
-
-
-def _host_bytes(work: Workload) -> int:
-    return pinned_bytes(work) if work.options.foreign_offload else 0
 
 
 def pinned_bytes(work: Workload) -> int:
