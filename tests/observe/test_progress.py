@@ -17,7 +17,7 @@ from tests.observe.test_events import ROUND, STEP
 
 
 def step(number: int) -> Step:
-    return dataclasses.replace(STEP, step=number)
+    return dataclasses.replace(STEP, step=number, loss=2.0)
 
 
 def test_time_to_the_next_sync_follows_speed_and_schedule() -> None:
