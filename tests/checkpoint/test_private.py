@@ -90,3 +90,12 @@ def test_any_safetensors_reader_can_open_the_tensors(tmp_path: Path) -> None:
 def test_a_type_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"0/a/1.*object"):
         write_private(tmp_path, {"a": [1, object()]})
+
+
+def test_what_was_read_does_not_lie_in_the_file(tmp_path: Path) -> None:
+    """A checkpoint that is dropped gives its place on the disk back, and tensors lie where processors like them."""
+    write_private(tmp_path, {"odd": torch.ones(3, dtype=torch.uint8), "values": torch.ones(100)})
+    found = read_private(tmp_path)["values"]
+    (tmp_path / TENSORS_FILE).write_bytes(b"\0" * (tmp_path / TENSORS_FILE).stat().st_size)
+    assert found.sum() == 100
+    assert found.data_ptr() % found.itemsize == 0
