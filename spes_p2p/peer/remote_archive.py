@@ -72,6 +72,16 @@ class _Kept:
         return len(self.line) - 1
 
 
+class _Threads:
+    """Apart from the few of the loop, which the run's own work needs: storage may take minutes to answer."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(AT_ONCE, "archive")
+
+    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *arguments))
+
+
 class RemoteArchive:
     """What one node keeps at a URL: `restore_chain` and `restore_state` at its start, then `keep`."""
 
@@ -81,7 +91,7 @@ class RemoteArchive:
         """`upload` and `download` wait until so many bytes may be moved."""
         self._folder, self._run, self._check, self._say = folder, run, check, say
         self._upload, self._download = upload, download
-        self._pool = ThreadPoolExecutor(AT_ONCE, "archive")
+        self._in_thread = _Threads()
         self._pointer: bytes | None = None
         """What `newest` says, as far as this node knows."""
         self._kept: _Kept | None = None
@@ -324,10 +334,6 @@ class RemoteArchive:
                 fix="use the run.yaml that is there, or choose another --archive",
             )
         return _Kept(line, tiles)
-
-    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Apart from the few of the loop, which the run's own work needs: storage may take minutes to answer."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:
