@@ -19,7 +19,7 @@ from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Heard
 from spes_p2p.consensus.voting import Voting
-from spes_p2p.ids import NO_HASH
+from spes_p2p.ids import NO_HASH, short
 
 
 @dataclass(eq=False)
@@ -171,7 +171,20 @@ class Degraded(Part):
                 current.offered[current.decided.certificate.manifest] = current.decided
                 current.decided = None
                 changed = True
+        elif self._rules.faults is Faults.BYZANTINE and live.may_make(self._pace, now) and not live.is_told:
+            live.is_told = True
+            self._tell_of_silence(now)
         return changed
+
+    def _tell_of_silence(self, now: float) -> None:
+        """Nothing goes on, and people would see nothing."""
+        electors, heard = self._state.electorate, {self._me, *self._members.live_electors(now)}
+        silent = ", ".join(short(peer) for peer in sorted(set(electors.order) - heard))
+        self._state.notify(
+            "quorum",
+            f"the run stands still: a round needs {electors.quorum} of {len(electors.order)} electors "
+            f"(swarm.faults: byzantine), and these are not heard: {silent}; it goes on once enough of them are back",
+        )
 
     def _is_wanting(self, now: float) -> bool:
         """Whether others have what is to be staged here, or are further than we are, or what we build fails."""

@@ -37,6 +37,8 @@ class Liveness:
     """We ask after sleep: what comes, but for answers, may have waited here all the while."""
     hears_quorum: bool = False
     """Whether a live quorum was heard as of the last event."""
+    is_told: bool = False
+    """Whether people were told that none was heard for long, since one was heard last."""
 
     def enter(self, now: float) -> None:
         """We stand on another tip."""
@@ -53,7 +55,7 @@ class Liveness:
         self.answered.clear()
 
     def heard_quorum(self, now: float) -> None:
-        self.quorum_at, self.asked_at = now, NEVER
+        self.quorum_at, self.asked_at, self.is_told = now, NEVER, False
 
     def note(self, members: Collection[PeerId], pace: Pace, now: float) -> bool:
         """Ends the asking when all `members` but us have answered, or after a deadline; whether it has ended now."""
