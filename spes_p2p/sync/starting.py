@@ -32,7 +32,7 @@ T = TypeVar("T")
 TELL_SECONDS = 60.0
 """A person who waits for the run to begin, or for its first state, is told so this often."""
 STRAGGLER_SECONDS = 2.0
-"""Once one has said that it has that state, others get this much more to say so."""
+"""Once one has said that it has that state, others get this much more to say so, or longer where it gives no tiles."""
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 
 
@@ -97,11 +97,19 @@ async def _fetch(
     async def ask(holder: PeerId) -> tuple[PeerId, tuple[Hash, ...]]:
         return holder, await transfers.hash_list((holder,), root, 0)
 
-    # who has the state gives its hashes at once; of others no tile is asked, since they may never be done
-    lists = await _answers(map(ask, holders), f"nobody has state {short(root)}", STRAGGLER_SECONDS)
-    staging = store.staged(0) or store.stage(0, None)  # of a try before
-    wanted = dict(enumerate(lists[0][1]))
-    await fill_state(staging, wanted, store, transfers, [holder for holder, _ in lists], in_thread)
+    more_seconds = STRAGGLER_SECONDS
+    while True:
+        # who has the state gives its hashes at once; of others no tile is asked, since they may never be done
+        lists = await _answers(map(ask, holders), f"nobody has state {short(root)}", more_seconds)
+        staging = store.staged(0) or store.stage(0, None)  # of a try before
+        wanted = dict(enumerate(lists[0][1]))
+        try:
+            await fill_state(staging, wanted, store, transfers, [holder for holder, _ in lists], in_thread)
+            break
+        except NetworkError:  # the first may have hashes only, and who has tiles a slow link
+            if more_seconds > transfers.LEAST_SECONDS:
+                raise
+            more_seconds *= 4
     await in_thread(staging.finish)
     await in_thread(staging.publish)
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+
+import pytest
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.exchange.requests import CHAIN, ChainPart, kind_of, unpack_request
+from spes_p2p.exchange.requests import CHAIN, ChainPart, HashesRequest, kind_of, unpack_request
 from spes_p2p.exchange.transfers import Transfers
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.starting import STRAGGLER_SECONDS
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from spes_p2p.wire import pack
 from tests.sync.chains import MadeRun
@@ -185,5 +188,33 @@ def test_nor_a_newcomer_that_members_can_give_the_newest_state(tmp_path: Path) -
         for stranger in strangers:
             stranger.go()
         await swarm.start_organiser()
+
+    started(tmp_path, play)
+
+
+def test_nor_does_a_stranger_that_gives_hashes_at_once_and_no_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The organiser's link may need longer than a straggler has for its list of hashes."""
+    hash_list = Transfers.hash_list
+
+    async def slow(self: Transfers, holders: Sequence[PeerId], root: Hash, round: int) -> tuple[Hash, ...]:
+        if ORGANISER in holders:
+            await asyncio.sleep(2 * STRAGGLER_SECONDS)
+        return await hash_list(self, holders, root, round)
+
+    class Hoarder(Stranger):
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            asked = unpack_request(request)
+            if not isinstance(asked, HashesRequest):
+                raise RemoteProtocolError("nothing here")
+            return Blob(b"".join(self.swarm._organiser_store.version(0).tile_hashes))
+
+    async def play(swarm: MemorySwarm) -> None:
+        monkeypatch.setattr(Transfers, "hash_list", slow)
+        stranger = Hoarder(swarm, "stranger")
+        await stranger.come()
+        await asyncio.wait_for(swarm.start(["a", "b", "c"]), 5 * Transfers.LEAST_SECONDS)
+        stranger.go()
 
     started(tmp_path, play)
