@@ -52,7 +52,8 @@ LOOK_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 AT_ONCE = 8
 """Requests that are under way together: most of each is spent waiting."""
-NEWEST, CONFIG = "newest", "run.yaml"
+POINTER = "newest"
+CONFIG = "run.yaml"
 MEND_FIX = "start the node that kept it once more, with its own folder: it writes the file again; or put a copy there"
 
 
@@ -237,7 +238,7 @@ class RemoteArchive:
         await self._in_thread(self._folder.write, _state(kept.head), b"".join((*kept.line, *kept.tiles)))
         await self._check_there(tiles)
         await self._refuse_others()
-        await self._in_thread(self._folder.write, NEWEST, kept.head.hex().encode())
+        await self._in_thread(self._folder.write, POINTER, kept.head.hex().encode())
         self._pointer, self._kept, self._said = kept.head.hex().encode(), kept, ""
         self._has_compared = True
         self._say(f"the state of round {kept.round} is at {self._folder.url}")
@@ -257,7 +258,7 @@ class RemoteArchive:
 
     async def _refuse_others(self) -> None:
         """Raises PermanentError where `newest` is not what this node knows of it: somebody else writes there, too."""
-        if await self._in_thread(self._folder.read, NEWEST) != self._pointer:
+        if await self._in_thread(self._folder.read, POINTER) != self._pointer:
             raise PermanentError(f"another node writes to {self._folder.url}", fix="give each node a URL of its own")
 
     async def _check_there(self, tiles: Iterable[Hash]) -> None:
@@ -303,7 +304,7 @@ class RemoteArchive:
         if self._has_looked:
             return
         newest = chain.newest
-        pointer = await self._in_thread(self._folder.read, NEWEST)
+        pointer = await self._in_thread(self._folder.read, POINTER)
         kept = None
         try:
             kept = await self._state_of(_name_in(pointer)) if pointer is not None else None
@@ -352,7 +353,7 @@ async def run_as_it_began(folder: Path, archive: str | None, info: RunInfo) -> R
 def _archived_run(folder: RemoteFolder, info: RunInfo) -> RunInfo | None:
     """The run of `info` with the config that is there, where that says less (see `extends`), and the genesis there is
     of it; else None."""
-    config, pointer = folder.read(CONFIG), folder.read(NEWEST)
+    config, pointer = folder.read(CONFIG), folder.read(POINTER)
     with suppress(RemoteProtocolError, UnicodeDecodeError):
         state = None if pointer is None else folder.read(_state(_name_in(pointer)))
         genesis = None if state is None else folder.read(_commit(Hash(state[:HASH_BYTES])))
@@ -402,7 +403,7 @@ def _name_in(pointer: bytes) -> Hash:
         if len(name := bytes.fromhex(pointer.decode())) == HASH_BYTES:
             return Hash(name)
     raise RemoteProtocolError(
-        f"the archive's file {NEWEST} is damaged: {pointer[:80]!r}",
+        f"the archive's file {POINTER} is damaged: {pointer[:80]!r}",
         fix="start the node that kept it once more, with its own folder: it writes the file again; or write into it "
         "the name of the last file that came to the folder states/ there",
     )

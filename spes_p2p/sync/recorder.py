@@ -55,7 +55,8 @@ from spes_p2p.wire import pack, unpack
 T = TypeVar("T")
 MAX_EVENT_BYTES = 4 * 2**20
 """Events of one file. The state before them does not count: a larger one would be written anew at each event."""
-NEWEST, BEFORE = "flight.recording", "flight-before.recording"
+NEWEST = "flight.recording"
+BEFORE = "flight-before.recording"
 _BEGINS = "begin "
 _EVENTS: dict[str, type[on.Event]] = {kind.__name__: kind for kind in get_args(on.Event)}
 
