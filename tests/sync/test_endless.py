@@ -12,7 +12,7 @@ import pytest
 from spes_p2p import wire
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import Status
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import PeerClosed, RemoteProtocolError
 from spes_p2p.exchange.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
 from spes_p2p.exchange.requests import CHAIN, TILES, VALUES, kind_of, unpack_request
 from spes_p2p.ids import PeerId, sha256
@@ -20,7 +20,18 @@ from spes_p2p.swarm import stream_server
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
-from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
+from spes_p2p.swarm.streams import (
+    BLOB,
+    REFUSED,
+    WAIT,
+    BlobHead,
+    ByteStream,
+    FetchPhase,
+    FetchRequest,
+    fetch_stream,
+    read_frame,
+    write_frame,
+)
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, small_config, until
@@ -215,6 +226,30 @@ class Late(Holder):
         seconds, size = map(int, request.split())
         await asyncio.sleep(seconds)
         return Blob(bytes(size))
+
+
+def test_who_was_cut_off_waits_in_line_again() -> None:
+    async def main() -> None:
+        network, phase, began = MemoryNetwork(0), FetchPhase(), list[bool]()
+        await network.peer(LIAR).transport.serve(Holder())
+        transport = network.peer(PeerId("me")).transport
+
+        class Cut:
+            def __init__(self, stream: ByteStream) -> None:
+                self.read, self.write, self.close = stream.read, stream.write, stream.close
+
+            async def read_into(self, room: memoryview) -> int:
+                raise PeerClosed("cut")
+
+        async def open_stream() -> ByteStream:
+            began.append(phase.is_sent)
+            stream = await transport._open_stream(LIAR)
+            return stream if len(began) > 1 else Cut(stream)
+
+        await fetch_stream(open_stream, LIAR, b"1000", 60.0, 1000, transport.traffic, True, phase)
+        assert began == [False, False]
+
+    run_virtual(main(), 1000.0)
 
 
 def test_a_fetch_is_given_up_as_a_whole() -> None:
