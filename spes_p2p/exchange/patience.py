@@ -6,7 +6,7 @@ takes at 32 KiB per second. A peer that exceeds its time gets half of it for the
 completes one; so a liar can cost us at most twice the first wait.
 
 Who can wait gets that time for waiting in line, and once more for being sent the blob. That many others ask the same
-peer is not its fault, and does not halve anything.
+peer is not its fault, and does not halve anything; who lets us wait for nothing is asked after all others.
 """
 
 from __future__ import annotations
