@@ -156,7 +156,10 @@ def _set(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-4 as a number and refuses duplicate keys."""
+    """A YAML loader that reads 1e-4 as a number and refuses duplicate keys and sections that contain themselves."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        return self.construct_object(node, deep=True)  # else an alias of what it stands in makes an endless tree
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

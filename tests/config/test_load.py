@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.config.load import bundled_config, config_from_text, config_to_yaml, load_config, published_yaml
+from spes_p2p.config.load import (
+    bundled_config,
+    config_from_text,
+    config_to_yaml,
+    load_config,
+    published_yaml,
+)
 from spes_p2p.config.schema import Config, fields_of_tree, steps_per_round_at
 from spes_p2p.errors import ConfigError
 
@@ -226,3 +232,9 @@ def test_unknown_bundled_config_names_the_known_ones() -> None:
 def test_reading_a_config_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, spes_p2p.config.fingerprint; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("text", ["run: &a\n  seed: *a\n", "&a\nrun: *a\n", "sync:\n  steps_per_round: &a [*a]\n"])
+def test_an_alias_of_what_it_stands_in_is_refused_as_bad_yaml(text: str) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML: line"):
+        config_from_text(text)
