@@ -210,6 +210,9 @@ def _unknown(key: str) -> ConfigError:
     leaves = [name for name, _ in fields_of_tree()]
     section, _, name = key.rpartition(".")
     siblings = [leaf for leaf in leaves if leaf.startswith(f"{section}.")] if section else list(Config.model_fields)
+    if key in Config.model_fields:  # a section, which is nearest to itself
+        fields = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
+        return ConfigError(f"unknown key {key}", fix=f"known: {', '.join(fields)}")
     near = difflib.get_close_matches(key, siblings, n=1)
     near = near or [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(key, leaves, n=1)

@@ -14,6 +14,7 @@ from spes_p2p.config.load import (
     config_from_text,
     config_to_yaml,
     load_config,
+    parse_override,
     published_yaml,
 )
 from spes_p2p.config.schema import Config, fields_of_tree, steps_per_round_at
@@ -238,3 +239,9 @@ def test_reading_a_config_loads_neither_torch_nor_transformers() -> None:
 def test_an_alias_of_what_it_stands_in_is_refused_as_bad_yaml(text: str) -> None:
     with pytest.raises(ConfigError, match="not valid YAML: line"):
         config_from_text(text)
+
+
+def test_a_section_in_the_place_of_a_field_lists_its_fields() -> None:
+    with pytest.raises(ConfigError, match="unknown key scheduler") as caught:
+        parse_override("scheduler=1")
+    assert caught.value.fix.startswith("known: scheduler.")
