@@ -7,7 +7,7 @@ disk. What comes out is everything that a Driver needs; catching up with newer r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.scrub import TileRepairer
-from spes_p2p.sync.starting import TELL_SECONDS, Sources, fetch_start
+from spes_p2p.sync.starting import TELL_SECONDS, Sources, end_all, fetch_start, first_answer
 from spes_p2p.sync.surroundings import Disk
 from spes_p2p.sync.tasks import in_thread
 from spes_p2p.wire import pack
@@ -122,32 +122,18 @@ class Joining:
                 for peer in asked:
                     if peer not in asking:
                         asking[peer] = asyncio.create_task(self._ask_genesis(peer, envelope))
-                found = await self._first_genesis(asking, self._run.heartbeat_seconds)
+                found = await first_answer(asking, self._run.heartbeat_seconds)
                 if found is not None:
                     return found
                 if loop.time() >= told + TELL_SECONDS:
                     told = loop.time()
                     self._node.say(waiting_text(self._run.config, 1 + len({*asked} - {self._run.info.organiser})))
         except asyncio.CancelledError:
-            await _end(asking.values())
+            await end_all(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
             raise
         finally:
-            await _end(asking.values())
-
-    async def _first_genesis(self, asking: dict[PeerId, asyncio.Task[Commit | None]], seconds: float) -> Commit | None:
-        """What one of those who are asked has given within `seconds`; those who have answered are taken out."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while (left := until - loop.time()) > 0:
-            if not asking:
-                await asyncio.sleep(left)
-                break
-            await asyncio.wait(asking.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            for peer in [peer for peer, task in asking.items() if task.done()]:
-                if (commit := asking.pop(peer).result()) is not None:
-                    return commit
-        return None
+            await end_all(asking.values())
 
     async def _withdraw(self, envelope: Envelope, asked: tuple[PeerId, ...]) -> None:
         """The run should not begin with a peer that is gone."""
@@ -301,12 +287,6 @@ class Settling:
         if newer is None:
             raise version.damage(left[0])
         return newer
-
-
-async def _end(tasks: Iterable[asyncio.Task[Commit | None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _drop_uncommitted(store: StateStore, chain: Chain) -> None:

@@ -9,8 +9,7 @@ newcomer needs; then a base of zeros stands in until that is fetched (see `joini
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,8 +17,8 @@ import numpy as np
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.transfers import InThread, Transfers, fill_state
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.exchange.transfers import InThread, fill_state
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
@@ -49,99 +48,133 @@ async def fetch_start(
 
     Asks again until somebody gives it, as one waits for genesis. `in_thread` ends with its thread. Raises StorageFull.
     """
-    root, transfers = Hash(bytes.fromhex(run.config.run.initial_state)), run.transfers(transport)
-    size = bytes_text(store.layout.num_values * VALUE_BYTES)
-    say(f"fetching the state that the run starts from ({size})")
-    loop, told, last = asyncio.get_running_loop(), float("-inf"), ""
-    while True:
-        holders = tuple(await sources())
-        try:
-            # beside each other: of those who are asked for genesis some may never be done, and there may be none yet
-            begun, state = _genesis(run, transport, check, holders), _fetch(store, root, transfers, holders, in_thread)
-            await _answers((begun, state), "nobody gave it")
-            if store.latest() is None:
-                await in_thread(lambda: store.create_initial(zeros))
-            return
-        except (NetworkError, RemoteProtocolError) as error:
-            text = f"the state that the run starts from could not be fetched yet: {error}"
-            if text != last and loop.time() >= told + TELL_SECONDS:  # a stranger says another thing each time
-                told, last = loop.time(), text
-                say(text)
-        await asyncio.sleep(run.heartbeat_seconds)
+    root = Hash(bytes.fromhex(run.config.run.initial_state))
+    say(f"fetching the state that the run starts from ({bytes_text(store.layout.num_values * VALUE_BYTES)})")
+    works: list[asyncio.Task[Any]] = [
+        asyncio.create_task(fetch_genesis(run, transport, check, sources)),
+        asyncio.create_task(_fetch(run, store, root, transport, sources, in_thread, say)),
+    ]
+    try:
+        done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+        for work in done:
+            work.result()
+    finally:
+        await end_all(works)
+    if store.latest() is None:
+        await in_thread(lambda: store.create_initial(zeros))
 
 
 async def fetch_genesis(run: Run, transport: Transport, check: CheckSignature, sources: Sources) -> Commit:
     """Genesis, checked, as soon as somebody has it; for who takes no part, and so brings none about."""
-    while True:
-        with contextlib.suppress(NetworkError):  # they wait as we do, or are gone
-            return await _genesis(run, transport, check, await sources())
-        await asyncio.sleep(run.heartbeat_seconds)
-
-
-async def _genesis(run: Run, transport: Transport, check: CheckSignature, holders: Iterable[PeerId]) -> Commit:
-    """Checked, from the first that gives it. Raises NetworkError."""
 
     async def ask(holder: PeerId) -> Commit:
-        part = await commits_from(run.transfers(transport), holder, 0)  # some may never be done with their streams
+        part = await commits_from(run.transfers(transport), holder, 0)
         if not part:
             raise RemoteProtocolError("the run has not begun there")
         check_genesis(part[0], run.info, check)
         return part[0]
 
-    return (await _answers(map(ask, holders), "no peer has genesis"))[0]
+    return (await _answers(run, sources, ask))[0]
 
 
 async def _fetch(
-    store: StateStore, root: Hash, transfers: Transfers, holders: tuple[PeerId, ...], in_thread: InThread
+    run: Run,
+    store: StateStore,
+    root: Hash,
+    transport: Transport,
+    sources: Sources,
+    in_thread: InThread,
+    say: Callable[[str], None],
 ) -> None:
+    transfers = run.transfers(transport)
+    loop, told, last = asyncio.get_running_loop(), float("-inf"), ""
+
+    def tell(reasons: str) -> None:
+        nonlocal told, last
+        text = f"the state that the run starts from could not be fetched yet: {reasons}"
+        if text != last and loop.time() >= told + TELL_SECONDS:  # a stranger says another thing each time
+            told, last = loop.time(), text
+            say(text)
+
     async def ask(holder: PeerId) -> tuple[PeerId, tuple[Hash, ...]]:
-        return holder, await transfers.hash_list((holder,), root, 0)
+        return holder, await run.transfers(transport).hash_list((holder,), root, 0)
 
     more_seconds = STRAGGLER_SECONDS
     while True:
         # who has the state gives its hashes at once; of others no tile is asked, since they may never be done
-        lists = await _answers(map(ask, holders), f"nobody has state {short(root)}", more_seconds)
+        lists = await _answers(run, sources, ask, tell, more_seconds)
         staging = store.staged(0) or store.stage(0, None)  # of a try before
         wanted = dict(enumerate(lists[0][1]))
         try:
             await fill_state(staging, wanted, store, transfers, [holder for holder, _ in lists], in_thread)
             break
-        except NetworkError:  # the first may have hashes only, and who has tiles a slow link
-            if more_seconds > transfers.LEAST_SECONDS:
-                raise
-            more_seconds *= 4
+        except (NetworkError, RemoteProtocolError) as error:
+            tell(str(error))
+            more_seconds = min(4 * more_seconds, 2 * transfers.LEAST_SECONDS)  # some have hashes only, some slow links
+        await asyncio.sleep(run.heartbeat_seconds)
     await in_thread(staging.finish)
     await in_thread(staging.publish)
 
 
-async def _answers(works: Iterable[Coroutine[Any, Any, T]], failure: str, more_seconds: float = 0.0) -> list[T]:
-    """What those of `works` give that end well: the first, and who does within `more_seconds` after it. The others are
-    ended. Raises NetworkError where none does.
-    """
-    waiting = tasks = [asyncio.create_task(work) for work in works]
-    found, reasons = list[T](), list[str]()
+async def _answers(
+    run: Run,
+    sources: Sources,
+    ask: Callable[[PeerId], Awaitable[T]],
+    tell: Callable[[str], None] = lambda reasons: None,
+    more_seconds: float = 0.0,
+) -> list[T]:
+    """What `ask` brings from those who have it: from the first, and from who gives it within `more_seconds` after it.
 
-    async def wait(seconds: float | None, until: str) -> list[asyncio.Task[T]]:
-        done, _ = await asyncio.wait(waiting, timeout=seconds, return_when=until)
-        for task in (task for task in waiting if task in done):
-            try:
-                found.append(task.result())
-            except (NetworkError, RemoteProtocolError) as error:
-                reasons.append(str(error))
-        return [task for task in waiting if task not in done]
+    Who has nothing yet is asked again with each heartbeat, while others have yet to answer: some may never be done, so
+    `ask` must use streams of its own for each. `tell` is told why nobody has it.
+    """
+    asking: dict[PeerId, asyncio.Task[T | None]] = {}
+    reasons = list[str]()
+
+    async def unfailing(holder: PeerId) -> T | None:
+        try:
+            return await ask(holder)
+        except (NetworkError, RemoteProtocolError) as error:
+            reasons.append(str(error))
+            return None
 
     try:
-        while waiting and not found:
-            waiting = await wait(None, asyncio.FIRST_COMPLETED)
-        if waiting and more_seconds:
-            await wait(more_seconds, asyncio.ALL_COMPLETED)
+        while True:
+            for holder in await sources():
+                if holder not in asking:
+                    asking[holder] = asyncio.create_task(unfailing(holder))
+            if (first := await first_answer(asking, run.heartbeat_seconds)) is not None:
+                break
+            tell("; ".join(dict.fromkeys(reasons)) or "nobody has answered")
+            reasons.clear()
+        if asking:
+            await asyncio.wait(asking.values(), timeout=more_seconds)
+        more = (task.result() for task in asking.values() if task.done())
+        return [first, *(one for one in more if one is not None)]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if not found:
-        raise NetworkError(f"{failure} ({'; '.join(dict.fromkeys(reasons)) or 'nobody to ask'})")
-    return found
+        await end_all(asking.values())
+
+
+async def first_answer(asking: dict[PeerId, asyncio.Task[T | None]], seconds: float) -> T | None:
+    """What one of those who are asked has given within `seconds`; those who have answered are taken out."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while (left := until - loop.time()) > 0:
+        if not asking:
+            await asyncio.sleep(left)
+            break
+        await asyncio.wait(asking.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for peer in [peer for peer, task in asking.items() if task.done()]:
+            if (answer := asking.pop(peer).result()) is not None:
+                return answer
+    return None
+
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels them, and waits until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def zeros(tile: Tile) -> Values:

@@ -218,3 +218,25 @@ def test_nor_does_a_stranger_that_gives_hashes_at_once_and_no_tiles(
         stranger.go()
 
     started(tmp_path, play)
+
+
+def test_nor_those_who_wait_for_somebody_to_have_that_state(tmp_path: Path) -> None:
+    """Whoever answers that it has none yet is asked again, although others have not answered."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        await swarm.kill_organiser()
+        strangers = [Stranger(swarm, f"stranger {number}") for number in range(2 * Transfers.PARALLEL)]
+        for stranger in strangers:
+            await stranger.come()
+        joining = [asyncio.create_task(swarm.add(name)) for name in "abc"]
+        await until(lambda: all(name in swarm.peers for name in "abc"))
+        await asyncio.sleep(5.0)
+        began = asyncio.get_running_loop().time()
+        await swarm.start_organiser()
+        await asyncio.gather(*joining)
+        assert asyncio.get_running_loop().time() - began < Transfers.LEAST_SECONDS / 2
+        for stranger in strangers:
+            stranger.go()
+
+    started(tmp_path, play)
