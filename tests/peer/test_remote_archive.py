@@ -164,6 +164,37 @@ def test_a_node_that_has_lost_its_disk_goes_on_with_a_run_that_an_earlier_versio
     with_archive(folder, play, CONFIG)
 
 
+def test_an_archive_that_is_not_whole_or_not_needed_says_nothing_of_how_the_run_began(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        info, node, there = swarm.info, folder / "node", RemoteFolder(URL)
+        tree = yaml.safe_load(info.config)
+        del tree["data"]["eos_id"]
+        older = replace(info, config=yaml.safe_dump(tree, sort_keys=False))
+        swarm.run = replace(swarm.run, info=older)
+        assert await run_as_it_began(node, URL, info) == info  # nothing is there yet
+        await kept_evening(swarm)
+        assert await run_as_it_began(node, URL, info) == older
+        del tree["data"]["tokenizer"]
+        less = replace(info, config=yaml.safe_dump(tree, sort_keys=False))
+        assert await run_as_it_began(node, URL, less) == less  # it says more than ours
+        assert await run_as_it_began(node, str(folder / "archive"), info) == info
+        begun = folder / "begun"
+        (begun / "run/chain").mkdir(parents=True)
+        (begun / "run/chain/0.commit").touch()
+        assert await run_as_it_began(begun, URL, info) == info
+        newest = there.read("newest")
+        assert newest is not None
+        there.write("newest", b"?")
+        assert await run_as_it_began(node, URL, info) == info
+        there.write("newest", newest)
+        there.remove(f"states/{newest.decode()}")
+        assert await run_as_it_began(node, URL, info) == info
+        there.remove("newest")
+        assert await run_as_it_began(node, URL, info) == info
+
+    with_archive(folder, play, CONFIG)
+
+
 def test_what_is_there_is_the_newest_state_and_nothing_of_older_ones(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         newest = await kept_evening(swarm)

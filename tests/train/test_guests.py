@@ -262,6 +262,13 @@ def test_a_parked_guest_carries_on_nothing_that_a_round_has_taken_in() -> None:
     assert not wanted[2].values.any()
     assert wanted[3].values.any()
     assert all(np.array_equal(found[column].values, wanted[column].values) for column in FOREIGN)
+    parked.use_bases(second)  # what came while it was parked is not done once more
+    wanted = parked.coordinates()
+    parked.park()
+    parked.wake()
+    found = parked.coordinates()
+    assert all(np.array_equal(found[column].values, wanted[column].values) for column in FOREIGN)
+    assert [found[column].mark for column in FOREIGN] == [wanted[column].mark for column in FOREIGN]
 
 
 def test_columns_that_change_hands() -> None:
