@@ -206,14 +206,16 @@ def _dump(tree: dict[str, Any], is_flow: bool | None = None) -> str:
 
 
 def _unknown(key: str) -> ConfigError:
-    """Names the nearest known key: of the same section first, else one with such a name anywhere."""
+    """Names the nearest known key: one like it in the same section, else this name in another, else any like it."""
     leaves = [name for name, _ in fields_of_tree()]
     section, _, name = key.rpartition(".")
     siblings = [leaf for leaf in leaves if leaf.startswith(f"{section}.")] if section else list(Config.model_fields)
     if key in Config.model_fields:  # a section, which is nearest to itself
         fields = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
         return ConfigError(f"unknown key {key}", fix=f"known: {', '.join(fields)}")
-    near = difflib.get_close_matches(key, siblings, n=1)
+    # Without the section, which would make every field in it look alike.
+    near = difflib.get_close_matches(name, [leaf.rpartition(".")[2] for leaf in siblings], n=1)
+    near = [f"{section}.{leaf}" if section else leaf for leaf in near]
     near = near or [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(key, leaves, n=1)
     known = siblings or list(Config.model_fields)

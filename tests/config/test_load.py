@@ -32,6 +32,7 @@ def tiny(*overrides: str) -> Config:
     [
         ("model.num_expert=8", "unknown key model.num_expert", "did you mean model.num_experts?"),
         ("num_experts=8", "unknown key num_experts", "did you mean model.num_experts?"),
+        ("optimizer.codec=int8", "unknown key optimizer.codec", "did you mean sync.codec?"),
         ("modle.d_model=8", "unknown key modle.d_model", "did you mean model.d_model?"),
         ("zzz=8", "unknown key zzz", "run, model, data"),
         ("model.num_experts", "has no value", "section.name=value"),
