@@ -44,6 +44,8 @@ __all__ = [
 ]
 MOST_WEIGHT = 1000
 """What the weights of a mixture add up to, at most."""
+MOST_TILES = 2**20
+"""Of a model: a trillion values in tiles of the usual size."""
 MOST_SEQUENCES = 2**62
 """A stage of a mixture ends before; positions are 64-bit integers."""
 
@@ -69,12 +71,27 @@ class Config(Section):
                 f"swarm.experts_per_peer is {claimed}, more than model.num_experts ({experts})",
                 fix=f"set it to at most {experts} (then every peer trains the whole model)",
             )
+        self._check_size()
         if self.model.guest_rank:
             self._check_guests()
         self._check_documents()
         if self.data.mix:
             self._check_mix()
         return self
+
+    def _check_size(self) -> None:
+        """Every peer lists matrices and tiles before it looks at its memory: a slip of the pen must not get there."""
+        model, tile = self.model, self.sync.tile_values
+        matrices = model.num_layers * 3 * model.num_experts
+        attention = 2 * model.num_layers * (model.num_heads + model.num_kv_heads) * model.head_dim
+        values = model.d_model * (2 * model.embedding_rows + attention + matrices * model.expert_ffn)
+        if max(matrices, values // tile) > MOST_TILES:
+            sizes = "num_layers", "num_experts", "d_model", "head_dim", "expert_ffn", "embedding_rows"
+            raise ConfigError(
+                f"a model with {', '.join(f'{name}={getattr(model, name)}' for name in sizes)} has more than "
+                f"{MOST_TILES:,} expert matrices, or tiles of {tile:,} values (sync.tile_values)",
+                fix="see which of these numbers is too large, or whether sync.tile_values is too small",
+            )
 
     def _check_mix(self) -> None:
         data, weights = self.data, len(self.data.mix[0]) - 1 if self.data.mix else 0
