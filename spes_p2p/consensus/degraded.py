@@ -178,12 +178,13 @@ class Degraded(Part):
 
     def _tell_of_silence(self, now: float) -> None:
         """Nothing goes on, and people would see nothing."""
-        electors, heard = self._state.electorate, {self._me, *self._members.live_electors(now)}
-        silent = ", ".join(short(peer) for peer in sorted(set(electors.order) - heard))
+        electors = self._state.electorate
+        lacking = ", ".join(short(peer) for peer in sorted(set(electors.order) - {*self._members.live_electors(now)}))
         self._state.notify(
             "quorum",
             f"the run stands still: a round needs {electors.quorum} of {len(electors.order)} electors "
-            f"(swarm.faults: byzantine), and these are not heard: {silent}; it goes on once enough of them are back",
+            f"(swarm.faults: byzantine), and these are not heard, or cannot vote: {lacking}; it goes on once enough of "
+            "them are back",
         )
 
     def _is_wanting(self, now: float) -> bool:

@@ -68,6 +68,7 @@ def tiny(*overrides: str) -> Config:
         ("scheduler.name=linear", "scheduler.name is 'linear'", "set scheduler.name to one of cosine, wsd"),
         (f"model.num_layers={10**23}", f"num_layers={10**23}, num_experts=8", "which of these numbers is too large"),
         ("model.expert_ffn=9999999999", "more than 1,048,576 expert matrices, or tiles of 65,536 values", "too large"),
+        ("model.head_dim=9999999998", "head_dim=9999999998, expert_ffn=128", "which of these numbers is too large"),
         ("sync.tile_values=1", "or tiles of 1 values (sync.tile_values)", "whether sync.tile_values is too small"),
         ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
         ("sync.steps_per_round=0", "sync.steps_per_round is 0", "[[until step, H], ..., [0, H]]"),
