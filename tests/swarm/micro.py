@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -84,7 +84,8 @@ def nothing_left() -> Iterator[dict[str, str]]:
         while (left := marked_processes(mark)) and time.monotonic() < until:
             time.sleep(0.05)
         for one in left:
-            one.kill()
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
     assert not left, f"still there: {left}"
 
 
@@ -107,9 +108,25 @@ def marked_processes(mark: dict[str, str]) -> list[psutil.Process]:
             marked = process.environ().get(MARK) == mark[MARK]
         except psutil.Error:  # ended just now, or not ours
             continue
-        if marked and process.status() != psutil.STATUS_ZOMBIE:
+        if marked and runs(process):
             found.append(process)
     return found
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; it may between two questions, and psutil raises then."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_daemon(process: psutil.Process) -> bool:
+    """Whether it is a libp2p daemon that runs."""
+    try:
+        return process.name() == "p2pd" and runs(process)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_to_the_end(

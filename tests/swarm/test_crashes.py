@@ -18,7 +18,7 @@ from spes_p2p.observe.events import Warning
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LocalSwarm, Process, children
-from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
+from tests.swarm.micro import LOCAL, MICRO, config_of, is_daemon, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 TWO = ("swarm.min_peers=2",)
@@ -103,9 +103,8 @@ def has_vote(process: Process, since: int) -> bool:
 
 def daemon_of(process: Process) -> int:
     """The one p2pd that runs below it."""
-    children = psutil.Process(process.pid).children()
-    (pid,) = [child.pid for child in children if "p2pd" in child.name() and child.status() != psutil.STATUS_ZOMBIE]
-    return pid
+    (daemon,) = filter(is_daemon, psutil.Process(process.pid).children())
+    return int(daemon.pid)
 
 
 def crash_daemon(swarm: LocalSwarm, told: Story, name: str) -> None:

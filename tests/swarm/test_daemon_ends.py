@@ -30,7 +30,7 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.join import Reached
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.sync.trainer_bridge import TrainerBridge
-from tests.swarm.micro import MICRO
+from tests.swarm.micro import MICRO, is_daemon
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -58,13 +58,6 @@ def daemons() -> Iterator[Daemons]:
 
 def all_daemons() -> list[psutil.Process]:
     return list(filter(is_daemon, psutil.Process().children(recursive=True)))
-
-
-def is_daemon(process: psutil.Process) -> bool:
-    try:
-        return process.name() == "p2pd" and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def left_over(daemons: Daemons) -> list[psutil.Process]:

@@ -43,6 +43,7 @@ from spes_p2p.swarm.hivemind_backend.storage import BoundedStorage
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import heads_key, peers_key
 from spes_p2p.testing.processes import stop_process
+from tests.swarm.micro import runs
 
 pytestmark = pytest.mark.swarm
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -136,7 +137,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return not runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_two_processes_talk_and_failures_are_told_apart(thread: NetworkThread) -> None:
