@@ -110,7 +110,8 @@ class Process:
 
     def freeze(self) -> None:
         """SIGSTOP to it and all that it started, as when a laptop sleeps."""
-        for pid in (self.pid, *children(self.pid)):
+        stop_process(self.pid)  # first: it clears away and starts nothing from now on
+        for pid in children(self.pid):
             stop_process(pid)
 
     def thaw(self) -> None:
