@@ -20,7 +20,7 @@ from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange.requests import Request, pack_request
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.ports import Transport
-from spes_p2p.swarm.streams import FetchPhase
+from spes_p2p.swarm.streams import Partial
 
 T = TypeVar("T")
 LEAST_BYTES_PER_SECOND = 32 * 2**10
@@ -68,7 +68,7 @@ class Patience:
         self._strikes.pop(peer, None)
 
 
-async def fetch_within(
+async def fetch_within(  # noqa: PLR0913 (as a transport has them, and its limit)
     transport: Transport,
     peer: PeerId,
     request: bytes,
@@ -76,18 +76,19 @@ async def fetch_within(
     max_bytes: int,
     limit_seconds: Callable[[], float],
     patient: bool = False,
+    partial: Partial | None = None,
 ) -> tuple[bytes, memoryview]:
     """`Transport.fetch` that raises NeverEnding when it takes longer than `limit_seconds()`, asked now and then.
 
     Where it is `patient`, that is the most for waiting, and for being sent the blob.
     """
-    loop, phase = asyncio.get_running_loop(), FetchPhase()
+    loop, partial = asyncio.get_running_loop(), partial or Partial()
     started = looked = loop.time()
     waited = 0.0
-    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes, patient, phase))
+    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes, patient, partial))
     try:
         while True:
-            waits = patient and not phase.is_sent
+            waits = patient and not partial.is_sent
             spent = waited if waits else looked - started - waited
             if (left := limit_seconds() - spent) < _ROUNDING_SECONDS:
                 break

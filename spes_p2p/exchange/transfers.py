@@ -38,7 +38,7 @@ from spes_p2p.state.moments import Moments
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Transport
-from spes_p2p.swarm.streams import BlobTooLarge
+from spes_p2p.swarm.streams import BlobHead, BlobTooLarge, Partial
 from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ TILES_A_FETCH = 4
 """Tiles asked for at once where they are small: large enough for the way, small enough for the memory of both sides."""
 IN_FLIGHT_BYTES = 32 * 2**20
 """What tiles that are being fetched may take of memory; four streams there are in any case."""
+KEPT_SECONDS = 600.0
+"""Tiles of which a part is here are asked for again within seconds: after this they are not wanted any more."""
 TakeTiles = Callable[[list[tuple[int, memoryview, Hash]]], Awaitable[None]]
 """Is given tiles as (id, bytes, hash), the bytes checked."""
 
@@ -95,6 +97,9 @@ class Transfers:
         largest = max((tile.size for tile in layout.tiles), default=1) * VALUE_BYTES
         self._parallel = min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // (largest * self._at_once(largest))))
         self._turns = Turns(self._parallel)
+        self._kept: dict[tuple[Hash, ...], tuple[Partial, frozenset[PeerId]]] = {}
+        """What had come of tiles when their fetch was given up, and who gave it."""
+        self._forgetting: asyncio.TimerHandle | None = None
 
     async def values(
         self, peer: PeerId, request: ValuesRequest, size: int, is_wanted: Callable[[], bool] = lambda: True
@@ -207,8 +212,7 @@ class Transfers:
     ) -> list[memoryview]:
         async def ask(holder: PeerId) -> list[memoryview]:
             try:
-                _, data = await self._fetch(holder, TilesRequest(tuple(hashes)), sum(sizes))
-                return await self._checked(holder, data, sizes, hashes)
+                return await self._tiles_of(holder, sizes, tuple(hashes))
             except (NetworkError, RemoteProtocolError):
                 poor.add(holder)
                 raise
@@ -221,6 +225,30 @@ class Transfers:
 
         async with self._turns.turn(place):  # whom to ask is decided when our turn comes
             return await first_good(next_best(), ask, f"no peer could provide {len(ids)} tiles from {ids[0]} on")
+
+    async def _tiles_of(self, holder: PeerId, sizes: Sequence[int], hashes: tuple[Hash, ...]) -> list[memoryview]:
+        """From one holder. What is here of them is asked of nobody again, unless it comes out wrong."""
+        partial, givers = self._kept.pop(hashes, (Partial(), frozenset()))
+        before, size = partial.received, sum(sizes)
+        try:
+            _, data = await self._fetch(holder, TilesRequest(hashes), size, partial=partial)
+            return await self._checked(holder, data, sizes, hashes)
+        except (NetworkError, RemoteProtocolError, asyncio.CancelledError) as error:
+            is_wrong = isinstance(error, RemoteProtocolError) and partial.received == size
+            if not is_wrong and partial.head == BlobHead(size, b""):
+                self._keep(hashes, partial, givers | {holder} if partial.received > before else givers)
+            if not is_wrong or givers <= {holder}:
+                raise
+        return await self._tiles_of(holder, sizes, hashes)  # one of them lied: from this one alone
+
+    def _keep(self, hashes: tuple[Hash, ...], partial: Partial, givers: frozenset[PeerId]) -> None:
+        """For whoever is asked next: as many as come at once, and not for ever."""
+        self._kept[hashes] = partial, givers
+        if len(self._kept) > self._parallel:
+            del self._kept[next(iter(self._kept))]
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = asyncio.get_running_loop().call_later(KEPT_SECONDS, self._kept.clear)
 
     def _in_order(
         self, holders: Sequence[PeerId], sure: Collection[PeerId], poor: Collection[PeerId], size: int
@@ -289,9 +317,13 @@ class Transfers:
             return await self._fetch(peer, request, max_bytes)
 
     async def _fetch(
-        self, peer: PeerId, request: Request, max_bytes: int, usual_bytes: int = 0
+        self, peer: PeerId, request: Request, max_bytes: int, usual_bytes: int = 0, partial: Partial | None = None
     ) -> tuple[bytes, memoryview]:
-        """`usual_bytes`: where the answer may be up to `max_bytes`, and is hardly ever more than this."""
+        """`usual_bytes`: where the answer may be up to `max_bytes`, and is hardly ever more than this.
+
+        `partial`: what is here of the answer, to which what comes is added.
+        """
+        before = partial.received if partial is not None else 0
 
         def limit_seconds() -> float:  # who can wait may have a link that is slow for all its streams together
             size = max_bytes * (self._parallel if self._patient else 1)
@@ -307,8 +339,9 @@ class Transfers:
                     max_bytes,
                     limit_seconds,
                     self._patient,
+                    partial,
                 )
-                came(len(data))
+                came(len(data) - before)
         except PeerRefused:
             self._on_refused(peer)
             raise

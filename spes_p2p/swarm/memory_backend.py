@@ -21,7 +21,7 @@ from spes_p2p.swarm import calls, envelope
 from spes_p2p.swarm.memory_links import DEFAULT_SHAPE, LinkShape, MemoryStream, Roads, stream_pair
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits, StreamServer
-from spes_p2p.swarm.streams import FetchPhase, fetch_stream
+from spes_p2p.swarm.streams import Partial, fetch_stream
 
 
 class MemoryNetwork:
@@ -234,7 +234,7 @@ class MemoryTransport:
         timeout_seconds: float,
         max_bytes: int,
         patient: bool = False,
-        phase: FetchPhase | None = None,
+        partial: Partial | None = None,
     ) -> tuple[bytes, memoryview]:
         self._require_life()
 
@@ -245,7 +245,9 @@ class MemoryTransport:
             except TimeoutError as error:
                 raise PeerSilent(f"{short(peer)} opened no stream within {timeout_seconds:g} s") from error
 
-        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient, phase)
+        return await fetch_stream(
+            open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient, partial
+        )
 
     async def _open_stream(self, peer: PeerId) -> MemoryStream:
         network = self._network

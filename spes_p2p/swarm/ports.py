@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from spes_p2p.ids import PeerId
 
 if TYPE_CHECKING:
-    from spes_p2p.swarm.streams import FetchPhase, Traffic
+    from spes_p2p.swarm.streams import Partial, Traffic
 
 CHUNK_BYTES = 256 * 2**10
 """Size of one message of a stream: the best of the sizes measured on libp2p streams."""
@@ -120,12 +120,12 @@ class Transport(Protocol):
         timeout_seconds: float,
         max_bytes: int,
         patient: bool = False,
-        phase: FetchPhase | None = None,
+        partial: Partial | None = None,
     ) -> tuple[bytes, memoryview]:
         """(header, data) of the Blob that the peer's handler answers; the data is in memory of its own.
 
         `patient` says that others may go first: on both sides it gets few streams, and little of a limited rate.
-        `phase` is told whether the blob is being sent.
+        `partial` is what an earlier fetch of the same has got, and is told how this one gets on.
 
         `timeout_seconds` is the longest pause between two chunks, not the whole transfer. The stream carries its length
         and a checksum; a cut stream is resumed at its offset, and PeerClosed is raised where that brings nothing a few

@@ -104,13 +104,6 @@ class BlobTooLarge(RemoteProtocolError):
     """A blob of more bytes than were asked for at most; none of them was read."""
 
 
-@dataclass
-class FetchPhase:
-    """What a fetch is doing, for who limits its time: `is_sent` while bytes of the blob come, else it waits in line."""
-
-    is_sent: bool = False
-
-
 class ByteStream(Protocol):
     """One open two-way stream; both methods raise PeerClosed when it broke."""
 
@@ -168,6 +161,20 @@ class BlobHead(Bounded):
     header: Annotated[bytes, length(0, MAX_HEADER_BYTES)]
 
 
+@dataclass
+class Partial:
+    """What has come of a blob so far, over all streams; a later fetch of the same blob may go on with it.
+
+    `is_sent`: a fetch is under way and bytes of the blob come; else it waits in line.
+    """
+
+    is_sent: bool = False
+    head: BlobHead | None = None
+    data: memoryview = field(default_factory=lambda: memoryview(b""))
+    received: int = 0
+    checksum: int = 0
+
+
 async def write_frame(stream: ByteStream, kind: bytes, body: bytes = b"") -> None:
     await stream.write(kind + len(body).to_bytes(4, "big") + body)
 
@@ -205,7 +212,7 @@ async def fetch_stream(  # noqa: PLR0913 (what a transport knows of one fetch)
     max_bytes: int,
     traffic: Traffic,
     patient: bool = False,
-    phase: FetchPhase | None = None,
+    partial: Partial | None = None,
 ) -> tuple[bytes, memoryview]:
     """(header, data) of the blob of `peer` that `request` names.
 
@@ -218,25 +225,25 @@ async def fetch_stream(  # noqa: PLR0913 (what a transport knows of one fetch)
         raise LocalProtocolError(
             f"a fetch request has {len(request)} bytes, but at most {MAX_REQUEST_BYTES} are allowed"
         )
-    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient, phase or FetchPhase())
+    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient, partial or Partial())
     failures = 0
     while True:
-        before = download.received
+        before = download.partial.received
         stream = await open_stream()
         try:
             return await download.run(stream)
         except PeerClosed:
-            failures = 0 if download.received - before >= RESUMED_BYTES else failures + 1
+            failures = 0 if download.partial.received - before >= RESUMED_BYTES else failures + 1
             if failures > MAX_RESUMES:
                 raise
         finally:
             stream.close()
-            download.phase.is_sent = False
+            download.partial.is_sent = False
         await asyncio.sleep(_RESUME_PAUSE_SECONDS * 2**failures)
 
 
 class _Download:
-    """What one fetch has so far, over all its streams."""
+    """One fetch, over all its streams."""
 
     def __init__(
         self,
@@ -246,36 +253,33 @@ class _Download:
         max_bytes: int,
         traffic: Traffic,
         patient: bool,
-        phase: FetchPhase,
+        partial: Partial,
     ) -> None:
         self._name = name
         self._request, self._timeout_seconds, self._max_bytes = request, timeout_seconds, max_bytes
         self._patient = patient
         self._traffic = traffic
-        self.phase = phase
-        self._head: BlobHead | None = None
-        self._checksum = 0
-        self._data = memoryview(b"")
-        self.received = 0
+        self.partial = partial
 
     async def run(self, stream: ByteStream) -> tuple[bytes, memoryview]:
-        ask = FetchRequest(self.received, self._max_bytes, self._request, self._patient)
+        partial = self.partial
+        ask = FetchRequest(partial.received, self._max_bytes, self._request, self._patient)
         await self._in_time(write_frame(stream, REQUEST, wire.pack(ask)))
         head = self._accept(await self._read_head(stream))
-        self.phase.is_sent = True
-        while self.received < head.total_bytes:
-            room = self._data[self.received : self.received + self._traffic.download.piece_bytes]
+        partial.is_sent = True
+        while partial.received < head.total_bytes:
+            room = partial.data[partial.received : partial.received + self._traffic.download.piece_bytes]
             count = await self._in_time(stream.read_into(room))
             if not count:
-                raise PeerClosed(f"{self._name} cut the stream after {self.received} of {head.total_bytes} bytes")
-            self._checksum = zlib.crc32(room[:count], self._checksum)
-            self.received += count
+                raise PeerClosed(f"{self._name} cut the stream after {partial.received} of {head.total_bytes} bytes")
+            partial.checksum = zlib.crc32(room[:count], partial.checksum)
+            partial.received += count
             self._traffic.received += count
             self._traffic.patient_received += count if self._patient else 0
             await self._traffic.download.take(count, not self._patient)
-        if await self._in_time(read_exactly(stream, CHECKSUM_BYTES)) != checksum_bytes(self._checksum):
+        if await self._in_time(read_exactly(stream, CHECKSUM_BYTES)) != checksum_bytes(partial.checksum):
             raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong checksum")
-        return head.header, self._data
+        return head.header, partial.data
 
     async def _read_head(self, stream: ByteStream) -> BlobHead:
         kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + FRAME_SLACK))
@@ -292,11 +296,12 @@ class _Download:
             raise BlobTooLarge(
                 f"{self._name} sent a blob of {head.total_bytes} bytes, but at most {self._max_bytes} are allowed"
             )
-        if self._head is None:
-            self._head = head
-            self._checksum = zlib.crc32(wire.pack(head))
-            self._data = _room(head.total_bytes)
-        if head != self._head:
+        partial = self.partial
+        if partial.head is None:
+            partial.head = head
+            partial.checksum = zlib.crc32(wire.pack(head))
+            partial.data = _room(head.total_bytes)
+        if head != partial.head:
             raise RemoteProtocolError(f"the blob of {self._name} changed while it was being fetched")
         return head
 
@@ -306,7 +311,7 @@ class _Download:
                 return await step
         except TimeoutError as error:
             raise PeerSilent(
-                f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self.received} bytes"
+                f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self.partial.received} bytes"
             ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
-from spes_p2p.exchange.patience import ask_small
+from spes_p2p.exchange.patience import Patience, ask_small
 from spes_p2p.exchange.rates import Turns
 from spes_p2p.exchange.requests import (
     ChainPart,
@@ -21,12 +22,14 @@ from spes_p2p.exchange.requests import (
     ValuesRequest,
     unpack_request,
 )
-from spes_p2p.exchange.transfers import TILES_A_FETCH, Transfers, all_of
+from spes_p2p.exchange.transfers import KEPT_SECONDS, TILES_A_FETCH, Transfers, all_of
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
+from spes_p2p.state.layout import Layout, StateTensor
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
@@ -439,3 +442,156 @@ def test_no_holder_idles_while_another_one_is_waited_for() -> None:
     play(story)
     assert len(busy) == 2 * len(many)
     assert all(abs(one - other) <= 3 for one, other in busy), busy
+
+
+LARGE = 128 * 2**10
+"""Bytes of a tile of `GRID`; they are asked for in two parts."""
+GRID = Layout([StateTensor("weight", (2 * TILES_A_FETCH * LARGE // 4,), None, "zeros")], LARGE // 4)
+OF_GRID = {at: bytes([at]) * LARGE for at in range(len(GRID.tiles))}
+NAMES = {at: hash_tile(data) for at, data in OF_GRID.items()}
+BY_HASH.update({NAMES[at]: data for at, data in OF_GRID.items()})
+UPLOAD = 100 * 2**10
+
+
+class SlowSite(Site):
+    """The state of `GRID` takes some 10 s from b as from c."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (B, C):
+            self.network.peer(name, StreamLimits(upload_bytes_per_second=UPLOAD))
+        self.transfers = Transfers(self.network.peer(A).transport, GRID, lambda: 5.0)
+
+    async def fetch(self, *holders: PeerId) -> int:
+        """Everything; how many bytes came."""
+        before = self.network.peer(A).transport.traffic.received
+        got: dict[int, bytes] = {}
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            got.update({tile_id: bytes(data) for tile_id, data, _ in tiles})
+
+        await self.transfers.tiles(NAMES, holders, take)
+        assert got == OF_GRID
+        return self.network.peer(A).transport.traffic.received - before
+
+    async def begin(self, *holders: PeerId) -> asyncio.Task[int]:
+        """A fetch of which a third is here; the one that gave it gives no more."""
+        fetching = asyncio.create_task(self.fetch(*holders))
+        await asyncio.sleep(3.3)
+        self.network.freeze(holders[0])
+        return fetching
+
+
+WHOLE = len(GRID.tiles) * LARGE
+
+
+def play_slowly(story: Callable[[SlowSite], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await story(SlowSite())
+
+    run_virtual(main())
+
+
+def mixed_up(request: Request) -> bytes:
+    return right(request)[::-1]
+
+
+def test_what_one_has_given_is_not_asked_of_another() -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, right)
+        await site.holder(C, right)
+        assert await (await site.begin(B, C)) == WHOLE
+
+    play_slowly(story)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_has_come_is_not_asked_for_again(is_cancelled: bool) -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, right)
+        fetching = await site.begin(B)
+        before = site.network.peer(A).transport.traffic.received
+        assert 0.25 * WHOLE < before < 0.5 * WHOLE
+        if is_cancelled:
+            fetching.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else NetworkError):
+            await fetching
+        site.network.thaw(B)
+        assert await site.fetch(B) == WHOLE - before
+
+    play_slowly(story)
+
+
+def test_a_wrong_beginning_is_not_blamed_on_who_goes_on_with_it() -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, mixed_up)
+        await site.holder(C, right)
+        assert WHOLE < await (await site.begin(B, C)) <= 2 * WHOLE
+
+    play_slowly(story)
+
+
+def test_a_wrong_end_is_found_out() -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, right)
+        await site.holder(C, mixed_up)
+        with pytest.raises(NetworkError, match="do not hash to what was asked for"):
+            await (await site.begin(B, C))
+        site.network.thaw(B)
+        assert await site.fetch(B) < 2 * WHOLE
+
+    play_slowly(story)
+
+
+def test_a_part_that_promises_another_length_is_worth_nothing() -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, lambda request: right(request)[:-4])
+        await site.holder(C, right)
+        assert WHOLE < await (await site.begin(B, C)) < 1.5 * WHOLE
+
+    play_slowly(story)
+
+
+def test_few_parts_are_kept_and_not_for_ever() -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, right)
+        with pytest.raises(NetworkError):
+            await (await site.begin(B))
+        kept = site.transfers._kept
+        assert len(kept) == 2
+        partial = next(iter(kept.values()))[0]
+        for number in range(20):
+            site.transfers._keep((sha256(b"%d" % number),), partial, frozenset())
+        assert len(kept) == Transfers.PARALLEL
+        await asyncio.sleep(KEPT_SECONDS)
+        assert not kept
+
+    play_slowly(story)
+
+
+def test_a_donor_whose_line_is_too_long_sends_nothing_twice() -> None:
+    """Each newcomer has its time for waiting in line, and the last of all parts needs twice as long."""
+
+    async def main() -> None:
+        network, newcomers = MemoryNetwork(1), 8
+        donor = network.peer(B, StreamLimits(upload_bytes_per_second=UPLOAD / 2, max_patient=2)).transport
+        await donor.serve(Holder(right))
+
+        async def come(name: str) -> None:
+            patience = Patience(lambda: 20.0, lambda: 0.0)
+            patience.seconds = lambda peer, size: 80.0  # type: ignore[method-assign]
+            transfers = Transfers(network.peer(name).transport, GRID, lambda: 60.0, patience=patience, patient=True)
+            missing = dict(NAMES)
+
+            async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+                for tile_id, _, _ in tiles:
+                    del missing[tile_id]
+
+            while missing:
+                with contextlib.suppress(NetworkError):
+                    await transfers.tiles(dict(missing), (B,), take)
+
+        await asyncio.gather(*(come(f"newcomer {number}") for number in range(newcomers)))
+        assert donor.traffic.sent < 1.05 * newcomers * WHOLE
+
+    run_virtual(main(), 10_000.0)

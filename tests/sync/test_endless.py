@@ -26,8 +26,8 @@ from spes_p2p.swarm.streams import (
     WAIT,
     BlobHead,
     ByteStream,
-    FetchPhase,
     FetchRequest,
+    Partial,
     fetch_stream,
     read_frame,
     write_frame,
@@ -230,7 +230,7 @@ class Late(Holder):
 
 def test_who_was_cut_off_waits_in_line_again() -> None:
     async def main() -> None:
-        network, phase, began = MemoryNetwork(0), FetchPhase(), list[bool]()
+        network, partial, began = MemoryNetwork(0), Partial(), list[bool]()
         await network.peer(LIAR).transport.serve(Holder())
         transport = network.peer(PeerId("me")).transport
 
@@ -242,11 +242,11 @@ def test_who_was_cut_off_waits_in_line_again() -> None:
                 raise PeerClosed("cut")
 
         async def open_stream() -> ByteStream:
-            began.append(phase.is_sent)
+            began.append(partial.is_sent)
             stream = await transport._open_stream(LIAR)
             return stream if len(began) > 1 else Cut(stream)
 
-        await fetch_stream(open_stream, LIAR, b"1000", 60.0, 1000, transport.traffic, True, phase)
+        await fetch_stream(open_stream, LIAR, b"1000", 60.0, 1000, transport.traffic, True, partial)
         assert began == [False, False]
 
     run_virtual(main(), 1000.0)

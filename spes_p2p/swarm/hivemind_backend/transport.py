@@ -25,7 +25,7 @@ from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedHandler, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
-from spes_p2p.swarm.streams import FetchPhase, fetch_stream
+from spes_p2p.swarm.streams import Partial, fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
@@ -152,12 +152,14 @@ class HivemindTransport:
         timeout_seconds: float,
         max_bytes: int,
         patient: bool = False,
-        phase: FetchPhase | None = None,
+        partial: Partial | None = None,
     ) -> tuple[bytes, memoryview]:
         async def open_stream() -> Incoming:
             return Incoming(*await self._open_stream(peer, _STREAM_NAME, timeout_seconds))
 
-        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient, phase)
+        return await fetch_stream(
+            open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient, partial
+        )
 
     async def measure_speed(self, peer: PeerId, upload: bool, timeout_seconds: float) -> float:
         """Bytes a second to or from `peer`, see `speed`. Raises NetworkError, RemoteProtocolError."""
