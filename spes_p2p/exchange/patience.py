@@ -6,7 +6,8 @@ takes at 32 KiB per second. A peer that exceeds its time gets half of it for the
 completes one; so a liar can cost us at most twice the first wait.
 
 Who can wait gets that time for waiting in line, and once more for being sent the blob. That many others ask the same
-peer is not its fault, and does not halve anything; who lets us wait for nothing is asked after all others.
+peer is not its fault, and does not halve anything; who lets us wait for nothing, or falls silent, is asked after all
+others.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class Patience:
         """Whether it was given up lately: others are asked first."""
         return peer in self._strikes
 
-    def note_timeout(self, peer: PeerId, end: NeverEnding) -> None:
+    def note_timeout(self, peer: PeerId, end: PeerSilent) -> None:
         """It did not come to an end in its time."""
-        self._strikes[peer] += not end.only_waited
+        self._strikes[peer] += isinstance(end, NeverEnding) and not end.only_waited
 
     def note_success(self, peer: PeerId) -> None:
         """It came to an end."""

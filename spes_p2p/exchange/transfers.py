@@ -17,7 +17,7 @@ import numpy as np
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.moments import MomentsHead
-from spes_p2p.exchange.patience import NeverEnding, Patience, fetch_within, first_good
+from spes_p2p.exchange.patience import Patience, fetch_within, first_good
 from spes_p2p.exchange.rates import Place, Rates, Turns
 from spes_p2p.exchange.requests import (
     ChainPart,
@@ -282,7 +282,9 @@ class Transfers:
                 raise RemoteProtocolError("it sent a list of hashes that does not match the root")
             return hashes
 
-        return await first_good(holders, ask, f"no peer could provide the hashes of state {short(root)}")
+        return await first_good(
+            self._given_up_last(holders), ask, f"no peer could provide the hashes of state {short(root)}"
+        )
 
     async def wire_list(
         self, holders: Sequence[PeerId], request: WiresRequest, tile_ids: Sequence[int], root: Hash
@@ -298,7 +300,12 @@ class Transfers:
                 raise RemoteProtocolError("it sent a list of hashes that does not match the root")
             return {tile_id: hashes[tile_id] for tile_id in tile_ids}
 
-        return await first_good(holders, ask, f"no peer has the tiles that round {request.round} handed out")
+        failure = f"no peer has the tiles that round {request.round} handed out"
+        return await first_good(self._given_up_last(holders), ask, failure)
+
+    def _given_up_last(self, holders: Sequence[PeerId]) -> list[PeerId]:
+        """Who catches up asks for many lists, and may not wait for each of them."""
+        return sorted(holders, key=self._patience.was_given_up)
 
     async def _list(self, holder: PeerId, request: HashesRequest | WiresRequest) -> tuple[Hash, ...]:
         """A hash for each tile, unchecked."""
@@ -345,7 +352,7 @@ class Transfers:
         except PeerRefused:
             self._on_refused(peer)
             raise
-        except NeverEnding as error:
+        except PeerSilent as error:
             self._patience.note_timeout(peer, error)
             raise
         self._patience.note_success(peer)

@@ -20,6 +20,7 @@ from spes_p2p.exchange.requests import (
     RunRequest,
     TilesRequest,
     ValuesRequest,
+    WiresRequest,
     unpack_request,
 )
 from spes_p2p.exchange.transfers import KEPT_SECONDS, TILES_A_FETCH, Transfers, all_of
@@ -314,6 +315,32 @@ def test_a_hash_list_hashes_to_its_root() -> None:
         assert await site.transfers.hash_list([B, C], root, 1) == hashes
         with pytest.raises(NetworkError, match="does not match the root"):
             await site.transfers.hash_list([B], root, 1)
+
+    play(story)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["lets wait", "is silent"])
+def test_who_gives_no_list_is_waited_for_once(is_frozen: bool) -> None:
+    """Who catches up asks for a list of each round."""
+    names = tuple(sha256(b"%d" % at) for at in range(len(LAYOUT.tiles)))
+
+    class Waits(Holder):
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            await asyncio.sleep(10_000.0)
+            raise AssertionError
+
+    async def story(site: Site) -> None:
+        await site.network.peer(B, StreamLimits(stall_seconds=10_000.0)).transport.serve(Waits(nothing))
+        await site.holder(C, lambda request: b"".join(names))
+        if is_frozen:
+            site.network.freeze(B)
+        transfers = Transfers(site.network.peer(A).transport, LAYOUT, lambda: 5.0, patient=True)
+        assert await transfers.hash_list((B, C), LAYOUT.root_of(names), 0) == names
+        began = asyncio.get_running_loop().time()
+        for round in range(1, 5):
+            await transfers.hash_list((B, C), LAYOUT.root_of(names), round)
+            await transfers.wire_list((B, C), WiresRequest(round, 0), range(len(names)), sha256(*names))
+        assert asyncio.get_running_loop().time() - began < 1.0
 
     play(story)
 
