@@ -174,10 +174,11 @@ class Transfers:
 
         Holders that are `sure` to have the tiles (by default the first, with `spread` all) are asked before the others,
         in the order in which they will finish. Tiles of holders that send us little now go first, and among them the
-        rarest. A holder that failed is asked last from then on. Raises NetworkError when nobody has some of the tiles,
-        and what `take` raises.
+        rarest. A holder that failed is asked last from then on, one that was waited for in vain no more.
+
+        Raises NetworkError when nobody has some of the tiles, and what `take` raises.
         """
-        ids, poor = list(wanted), set[PeerId]()
+        ids, poor = list(wanted), dict[PeerId, NetworkError | RemoteProtocolError]()
         have = sure or (lambda: holders if spread else holders[:1])
 
         def place() -> Place:
@@ -206,20 +207,20 @@ class Transfers:
         sizes: Sequence[int],
         hashes: Sequence[Hash],
         holders: Sequence[PeerId],
-        poor: set[PeerId],
+        poor: dict[PeerId, NetworkError | RemoteProtocolError],
         have: Callable[[], Sequence[PeerId]],
         place: Callable[[], Place],
     ) -> list[memoryview]:
         async def ask(holder: PeerId) -> list[memoryview]:
             try:
                 return await self._tiles_of(holder, sizes, tuple(hashes))
-            except (NetworkError, RemoteProtocolError):
-                poor.add(holder)
+            except (NetworkError, RemoteProtocolError) as error:
+                poor[holder] = error
                 raise
 
         def next_best() -> Iterator[PeerId]:  # other parts may have found out meanwhile who gives nothing
             left = list(holders)
-            while left:
+            while left := [peer for peer in left if not isinstance(poor.get(peer), PeerSilent)]:
                 left.remove(peer := self._in_order(left, have(), poor, sum(sizes))[0])
                 yield peer
 

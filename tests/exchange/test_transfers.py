@@ -62,6 +62,17 @@ class Holder:
         return Blob(self._answer(self.asked[-1]))
 
 
+class Waits(Holder):
+    """Lets everybody wait."""
+
+    def __init__(self) -> None:
+        super().__init__(nothing)
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        await asyncio.sleep(10_000.0)
+        raise AssertionError
+
+
 class Site:
     """Peer a asks; holders b and c answer."""
 
@@ -211,6 +222,26 @@ def test_who_was_found_silent_by_one_part_is_not_waited_for_by_another() -> None
     play(story)
 
 
+def test_each_of_those_who_let_us_wait_is_waited_for_once() -> None:
+    """However many there are: others may be found meanwhile."""
+
+    async def story(site: Site) -> None:
+        liars = [PeerId(f"liar {number}") for number in range(2)]
+        for name in liars:
+            await site.network.peer(name, StreamLimits(stall_seconds=10_000.0)).transport.serve(Waits())
+        transfers = Transfers(site.network.peer(A).transport, LAYOUT, lambda: 5.0, patient=True)
+        began = asyncio.get_running_loop().time()
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            raise AssertionError
+
+        with pytest.raises(NetworkError, match="did not finish within"):
+            await transfers.tiles(WANTED, liars, take, spread=True)
+        assert asyncio.get_running_loop().time() - began < 1.1 * Transfers.LEAST_SECONDS
+
+    play(story)
+
+
 def test_a_state_is_fetched_from_several_holders() -> None:
     async def story(site: Site) -> None:
         holders = [await site.holder(B, right), await site.holder(C, right)]
@@ -324,13 +355,8 @@ def test_who_gives_no_list_is_waited_for_once(is_frozen: bool) -> None:
     """Who catches up asks for a list of each round."""
     names = tuple(sha256(b"%d" % at) for at in range(len(LAYOUT.tiles)))
 
-    class Waits(Holder):
-        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-            await asyncio.sleep(10_000.0)
-            raise AssertionError
-
     async def story(site: Site) -> None:
-        await site.network.peer(B, StreamLimits(stall_seconds=10_000.0)).transport.serve(Waits(nothing))
+        await site.network.peer(B, StreamLimits(stall_seconds=10_000.0)).transport.serve(Waits())
         await site.holder(C, lambda request: b"".join(names))
         if is_frozen:
             site.network.freeze(B)
