@@ -168,8 +168,14 @@ class RunFetcher:
             self._report(done, total)
 
         wanted = dict(enumerate(theirs))
-        await fill_state(staging, wanted, store, self._transfers, holders, in_thread, report)
-        return await in_thread(partial(_published, staging))
+        while True:
+            before = done
+            try:
+                await fill_state(staging, wanted, store, self._transfers, holders, in_thread, report)
+                return await in_thread(partial(_published, staging))
+            except NetworkError:  # too long a line at a donor, perhaps
+                if done == before:
+                    raise
 
 
 def _published(staging: Staging) -> Version:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,20 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, NetworkError, StorageFull
-from spes_p2p.ids import PeerId
+from spes_p2p.exchange.transfers import fill_state
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.card import Facts
 from spes_p2p.interop.evaluate import Score
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.weights import FORMAT
 from spes_p2p.observe.events import Eval, Round, Tasks
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
+from spes_p2p.peer import fetching
 from spes_p2p.peer.evaluation import EvalOptions, run_eval
 from spes_p2p.peer.export import ExportOptions, Report, Say, facts_of_run, run_export
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.options import JoinTarget
+from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
@@ -39,6 +43,8 @@ from tests.interop.states import OLMOE, layout_of, model_of, random_state, run_c
 from tests.model.tiny import tiny_tokens
 from tests.sync.swarm_cases import in_swarm, small_config
 
+MANY = ("model.vocab_size=8192", "model.embedding_rows=8192", "sync.tile_values=4096")
+"""Many tiles."""
 ADDRESSES = ("/ip4/203.0.113.7/tcp/31337",)
 
 
@@ -341,10 +347,35 @@ def test_a_download_that_takes_many_rounds_gets_the_state_that_it_began_with(tmp
         fetched.version.verify()
         return begun, fetched.commit.manifest.round, swarm.peers[PeerId("a")].round
 
-    many = ("model.vocab_size=8192", "model.embedding_rows=8192", "sync.tile_values=4096")
-    begun, found, newest = in_swarm(tmp_path / "swarm", play, small_config(*many))
+    begun, found, newest = in_swarm(tmp_path / "swarm", play, small_config(*MANY))
     assert found <= begun + 1
     assert newest > found + 5
+
+
+def test_a_download_goes_on_as_long_as_tiles_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the line at a donor is long, a fetch is given up now and then."""
+
+    async def fill_some(staging: Staging, wanted: Mapping[int, Hash], *rest: Any) -> None:
+        missing = {at: name for at, name in wanted.items() if not staging.has(at)}
+        some = dict(list(missing.items())[: max(1, len(wanted) // 10)])
+        await fill_state(staging, some, *rest)
+        if len(some) < len(missing):
+            raise NetworkError("the others did not come in time")
+
+    async def play(swarm: MemorySwarm) -> tuple[int, int, int]:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await announce(swarm, "abc")
+        begun, size = swarm.peers[PeerId("a")].round, 4 * swarm.layout.num_values
+        swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
+        fetched = await fetch(swarm, tmp_path / "reader")
+        fetched.version.verify()
+        return begun, fetched.commit.manifest.round, swarm.peers[PeerId("a")].round
+
+    monkeypatch.setattr(fetching, "fill_state", fill_some)
+    begun, found, newest = in_swarm(tmp_path / "swarm", play, small_config(*MANY))
+    assert found <= begun + 1
+    assert newest > found
 
 
 def test_who_says_more_than_it_proves_does_not_hide_the_newest_state(tmp_path: Path) -> None:
