@@ -106,7 +106,7 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         """A signal to this process alone."""
         if self.exit_code is None:
-            os.kill(self.pid, number)
+            _signal(self.pid, number)
 
     def freeze(self) -> None:
         """SIGSTOP to it and all that it started, as when a laptop sleeps."""
@@ -117,7 +117,7 @@ class Process:
     def thaw(self) -> None:
         """SIGCONT to all of them."""
         for pid in (*children(self.pid), self.pid):
-            os.kill(pid, signal.SIGCONT)
+            _signal(pid, signal.SIGCONT)
 
     def wait(self, timeout_seconds: float) -> int:
         """Its exit code. Raises SpesError with what it was doing when it does not end in time, and ends it."""
@@ -137,14 +137,22 @@ class Process:
 
     def end(self) -> None:
         """SIGKILL, if it still runs."""
-        if self.exit_code is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self.popen.wait()
 
 
 def children(pid: int) -> list[int]:
     """Processes that `pid` started and that still run, with theirs."""
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """To nobody where it has ended: who starts processes for us may not have told of that yet."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def stop_process(pid: int, timeout_seconds: float = 30.0) -> None:
@@ -152,7 +160,7 @@ def stop_process(pid: int, timeout_seconds: float = 30.0) -> None:
 
     Raises SpesError where it does not stop in time. A process that has ended counts as stopped.
     """
-    os.kill(pid, signal.SIGSTOP)
+    _signal(pid, signal.SIGSTOP)
     end = time.monotonic() + timeout_seconds
     while not all(_is_still(stat) for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
         if time.monotonic() > end:
@@ -237,7 +245,7 @@ class LocalSwarm:
             try:
                 code: int | None = asked.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
-                os.kill(asked.pid, signal.SIGKILL)
+                _signal(asked.pid, signal.SIGKILL)
                 code = asked.wait()
             if code:
                 raise SpesError(f"{arguments[0]} ended with {code}: {errors.read_text().strip()[-500:]}")

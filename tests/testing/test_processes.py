@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spes_p2p.errors import SpesError
-from spes_p2p.testing.processes import LocalSwarm
+from spes_p2p.observe.sinks import EventReader
+from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.peer.real import make_tokens
 from tests.swarm.micro import MICRO, local_swarm
 
@@ -48,3 +51,25 @@ def test_who_does_not_end_is_ended_and_says_what_it_was_doing(tmp_path: Path) ->
         with pytest.raises(SpesError, match=r"bootstrap did not end in 0.1 s; its last lines: (.|\n)*Thread 0x"):
             process.wait(0.1)
         assert process.exit_code is not None
+
+
+class Unheard:
+    """A process that is gone, of whose end nobody has been told yet: a fork server tells of it a moment later."""
+
+    def __init__(self) -> None:
+        with subprocess.Popen(["true"]) as gone:
+            self.pid = gone.pid
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+
+def test_a_process_that_ends_before_it_gets_a_signal_is_no_error(tmp_path: Path) -> None:
+    process = Process("gone", tmp_path, tmp_path / "log", Unheard(), EventReader(tmp_path / "metrics.jsonl"))
+    process.send(signal.SIGTERM)
+    process.freeze()
+    process.thaw()
+    process.end()
