@@ -50,6 +50,7 @@ class WebServer:
     asked: list[Asked] = field(default_factory=list)
     sent: int = 0
     """Bytes of bodies."""
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
@@ -141,9 +142,10 @@ class WebServer:
             handler.send_header(name, value)
         handler.send_header("Content-Length", str(len(body) if size is None else size))
         handler.end_headers()
+        with self._counting:  # before: who has all of it looks at once
+            self.sent += len(body)
         try:
             handler.wfile.write(body)
             handler.wfile.flush()
         except (BrokenPipeError, ConnectionResetError):  # the client has what it wants
             handler.close_connection = True
-        self.sent += len(body)
