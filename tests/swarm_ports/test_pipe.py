@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -119,16 +120,30 @@ def test_a_reader_that_gave_up_is_not_written_to() -> None:
     play(story)
 
 
-def test_no_descriptor_is_left() -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
+def test_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these sockets: what else goes on in this process opens and closes others meanwhile."""
+    made: list[str] = []
+    socketpair = socket.socketpair
+
+    def noted() -> tuple[socket.socket, socket.socket]:
+        both = socketpair()
+        made.extend(os.readlink(f"/proc/self/fd/{one.fileno()}") for one in both)
+        return both
+
+    def there() -> list[str]:
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+        return [one for one in found if one in made]
 
     async def story(asker: Incoming, server: PipeStream) -> None:
+        assert sorted(there()) == sorted(made)
         sending = asyncio.create_task(server.write(DATA))
         await filled(asker, memoryview(bytearray(SIZE)))
         await sending
 
+    monkeypatch.setattr(socket, "socketpair", noted)
     play(story)
-    before = count()
-    play(story)
-    assert count() == before
+    assert len(made) >= 2
+    assert there() == []
