@@ -6,7 +6,6 @@ import asyncio
 import resource
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,12 +204,12 @@ def test_who_stops_while_certificates_come_leaves_no_folder_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread writes them down, which does not end with whoever waits for it."""
-    writing, append = threading.Event(), Chain.append
+    writing, is_given_up, append = threading.Event(), threading.Event(), Chain.append
     written: list[int] = []
 
     def slow(chain: Chain, commit: Commit) -> None:
         writing.set()
-        time.sleep(0.05)
+        is_given_up.wait(60.0)
         append(chain, commit)
         written.append(commit.manifest.round)
 
@@ -227,6 +226,7 @@ def test_who_stops_while_certificates_come_leaves_no_folder_behind(
         while not writing.is_set():
             await asyncio.sleep(0.001)
         looking.cancel()
+        asyncio.get_running_loop().call_later(0.05, is_given_up.set)
         with pytest.raises(asyncio.CancelledError):
             await looking
         assert written == [0, 1, 2]
