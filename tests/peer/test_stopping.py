@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from spes_p2p.errors import Stopped
+from spes_p2p.peer import stopping
 from spes_p2p.peer.stopping import INTERRUPTED, leaving_on_signals, until_stopped
 
 PROGRAM = """
 import signal, sys, threading
 from spes_p2p.peer import stopping
-stopping.EXIT_SECONDS = float(sys.argv[1])
+stopping.EXIT_SECONDS, stopping.SAY_SECONDS = float(sys.argv[1]), float(sys.argv[3])
 asked = threading.Event()
 def say(text):
     sys.stdout.write(text + "\\n")
@@ -51,8 +52,9 @@ def nothing_left_running() -> Iterator[None]:
         process.wait()
 
 
-def start(exit_seconds: float, behaviour: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, str(exit_seconds), behaviour]
+def start(exit_seconds: float, behaviour: str, say_seconds: float = WAIT_SECONDS) -> subprocess.Popen[str]:
+    """`say_seconds`: long, where there is a reader: on a busy machine a thread that says a word may need them."""
+    command = [sys.executable, "-c", PROGRAM, str(exit_seconds), behaviour, str(say_seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     STARTED.append(process)
     assert process.stdout is not None
@@ -130,7 +132,7 @@ def test_what_does_not_end_in_time_is_ended() -> None:
 
 @pytest.mark.parametrize(("exit_seconds", "signals", "code"), [(0.05, 1, 0), (60.0, 2, INTERRUPTED)])
 def test_it_ends_in_time_though_nobody_reads_its_words(exit_seconds: float, signals: int, code: int) -> None:
-    process = start(exit_seconds, "hangs")
+    process = start(exit_seconds, "hangs", stopping.SAY_SECONDS)
     assert process.stdout is not None
     process.stdout.close()  # as `| tee` does, which Ctrl-C ends too
     process.send_signal(signal.SIGINT)
