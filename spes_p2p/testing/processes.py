@@ -43,6 +43,8 @@ class Host:
 
     address: str = "127.0.0.1"
     namespace: str = ""
+    port: int = 0
+    """0: any that is free."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ class Host:
 
     @property
     def maddr(self) -> str:
-        return f"/ip4/{self.address}/tcp/0"
+        return f"/ip4/{self.address}/tcp/{self.port}"
 
 
 LOOPBACK = Host()

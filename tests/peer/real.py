@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -46,6 +48,20 @@ def make_tokens(folder: Path, words: int = 40_000, seed: int = 0) -> Path:
 
 def config_of(overrides: tuple[str, ...]) -> Config:
     return load_config(bundled_config("tiny"), overrides)
+
+
+def quiet_port() -> int:
+    """A free port, and none of those that the system hands out: it stays free until it is used, or used again."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    quiet = [*range(10_000, first), *range(last + 1, 2**16)]
+    for port in random.sample(quiet, len(quiet)):
+        with socket.socket() as tried:
+            try:
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
 
 
 def until(what: Callable[[], bool], process: Process, timeout_seconds: float = WAIT_SECONDS) -> None:

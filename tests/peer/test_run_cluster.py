@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.peer.real import SMALL, make_tokens
+from tests.peer.real import SMALL, make_tokens, quiet_port
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NOT_OURS = re.compile(r"(SPES_|SLURM_|RANK|WORLD_SIZE|LOCAL_|MASTER_|NPROC_)")
@@ -125,12 +124,9 @@ def test_two_nodes_on_one_machine_train_together(tmp_path: Path) -> None:
     program, data, shared = tmp_path / "program", make_tokens(tmp_path), tmp_path / "shared"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m spes_p2p.cli.main "$@"\n')
     program.chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     variables = {
         "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1", "SPES_DATA": str(data),
-        "SPES_ROUNDS": "2", "SPES_PORT": str(port), "SPES_PROGRAM": str(program), "OMP_NUM_THREADS": "1",
+        "SPES_ROUNDS": "2", "SPES_PORT": str(quiet_port()), "SPES_PROGRAM": str(program), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     nodes = []
     for rank in (1, 0):  # node 0 comes last: the other waits for it

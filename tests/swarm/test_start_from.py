@@ -14,8 +14,9 @@ from spes_p2p.interop.hf import state_tensors
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.state.layout import Layout
 from spes_p2p.sync.chain import Chain
+from spes_p2p.testing.processes import BOOTSTRAP, Host
 from tests.fork_server import ForkedSwarm
-from tests.peer.real import ALONE, WAIT_SECONDS, make_tokens
+from tests.peer.real import ALONE, WAIT_SECONDS, make_tokens, quiet_port
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
@@ -26,7 +27,7 @@ def test_bootstrap_starts_from_it_and_a_peer_gets_it_from_the_swarm(tmp_path: Pa
     )
     LlamaForCausalLM(shape).save_pretrained(tmp_path / "dense")
     data, start, file = make_tokens(tmp_path), tmp_path / "start", tmp_path / "run.yaml"
-    with ForkedSwarm(tmp_path / "swarm") as swarm:
+    with ForkedSwarm(tmp_path / "swarm", hosts={BOOTSTRAP: Host(port=quiet_port())}) as swarm:
         swarm.ask("upcycle", "--dense", str(tmp_path / "dense"), "--output", str(start), "--experts", "8")
         run = yaml.safe_load(bundled_config("tiny").read_text()) | yaml.safe_load((start / "model.yaml").read_text())
         file.write_text(yaml.safe_dump(run))
