@@ -18,12 +18,14 @@ from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.processes import LocalSwarm
+from spes_p2p.testing.processes import BOOTSTRAP, Host, LocalSwarm
+from tests.peer.real import quiet_port
 from tests.swarm.micro import LOCAL, MICRO, config_of, dumping, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 TWO_PEERS = ("swarm.min_peers=2", "swarm.experts_per_peer=4")
-TURNS = 16
+TURNS = 64
+"""More rounds than its return takes, also where a busy machine needs minutes to start it."""
 
 
 def chain_of(swarm: LocalSwarm, name: str) -> list[Commit]:
@@ -75,17 +77,17 @@ def test_a_killed_peer_trains_again(tmp_path: Path, tokens: Path) -> None:
 def test_new_peers_go_on_after_a_night_in_which_all_disks_were_lost(tmp_path: Path, tokens: Path) -> None:
     """What is left is the archive at a URL, the data and the organiser's key; the config is in the archive."""
     bucket, node = tmp_path / "bucket", tmp_path / "bootstrap"
-    with local_swarm(tmp_path) as swarm:
+    with local_swarm(tmp_path, {BOOTSTRAP: Host(port=quiet_port())}) as swarm:
         to_bucket = ["--archive", f"file://{bucket}"]
         swarm.bootstrap("tiny", tokens, [*MICRO, *TWO_PEERS, *to_bucket])
         for name in ("p0", "p1"):
             swarm.peer(name, tokens, LOCAL)
         swarm.wait_for_round(3, ("p0", "p1"), 180.0)
         swarm.wait_until(lambda: (bucket / "newest").exists(), "a state at the URL", ("p0", "p1"), 180.0)
-        evening = chain_of(swarm, "p0")
         for name in ("p0", "p1"):
             swarm.processes[name].end()
         swarm.processes["bootstrap"].end()
+        evening = max((chain_of(swarm, name) for name in ("p0", "p1")), key=len)  # one may have ended a round later
         for path in node.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -129,7 +131,10 @@ def test_what_the_last_to_leave_trained_is_in_the_archive(tmp_path: Path, tokens
 
 def test_what_had_no_turn_yet_is_not_lost_by_who_leaves_and_comes_back(tmp_path: Path, tokens: Path) -> None:
     """Embedding and head take turns: of most of it a peer is rounds ahead when it goes, and as far when it is back."""
-    seldom = ("swarm.min_peers=2", "swarm.experts_per_peer=4", f"sync.vocabulary_rounds={TURNS}", "optimizer.lr=0.001")
+    seldom = (
+        "swarm.min_peers=2", "swarm.experts_per_peer=4", f"sync.vocabulary_rounds={TURNS}", "sync.tile_values=256",
+        "optimizer.lr=0.001",
+    )  # fmt: skip
     with local_swarm(tmp_path) as swarm:
         swarm.bootstrap("tiny", tokens, [*MICRO, *seldom])
         for name in ("p0", "p1"):
