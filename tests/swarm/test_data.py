@@ -35,8 +35,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished
 def test_they_train_the_same_rounds_with_the_same_bits(finished: Finished) -> None:
     rounds = finished.of(Round)
     hashes = [{event.round: event.model_hash for event in rounds[name]} for name in NAMES]
-    assert hashes[0] == hashes[1]
-    assert set(hashes[0]) >= {ROUNDS}
+    both = set(hashes[0]) & set(hashes[1])  # who was late for a round catches up and hears of the next alone
+    assert [hashes[0][round] for round in both] == [hashes[1][round] for round in both]
+    assert both >= {ROUNDS}
+    assert len(both) >= MOST * ROUNDS
     assert sum(event.roster_size == 2 for event in rounds["p0"]) >= MOST * len(rounds["p0"])
     assert all(finished.of(Step)[name] for name in NAMES)
     dump_initial_state(finished.folder, finished.config, "p0")
