@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.conftest import LOOPBACK, Organiser, serve
 from tests.peer.real import until_lines
+from tests.swarm.micro import wait_for_ends
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 REPOSITORY = Path(__file__).parents[2]
@@ -69,8 +70,7 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_nothing_running(tmp_path: Path, 
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert "leaving" in output
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert alive == []
+    assert wait_for_ends(family) == []
 
 
 def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organiser) -> None:
@@ -86,8 +86,7 @@ def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organise
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert "Traceback" not in output
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert (len(family), alive) == (1, [])
+    assert (len(family), wait_for_ends(family)) == (1, [])
 
 
 def test_status_watch_outlives_the_node_that_it_asks(tmp_path: Path, tokens: Path) -> None:

@@ -121,6 +121,14 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+def wait_for_ends(processes: Sequence[psutil.Process], timeout_seconds: float = GONE_SECONDS) -> list[psutil.Process]:
+    """Those that still run after so long; one that ended and that nobody has cleared away does not."""
+    until = time.monotonic() + timeout_seconds
+    while (left := list(filter(runs, processes))) and time.monotonic() < until:
+        time.sleep(0.01)
+    return left
+
+
 def is_daemon(process: psutil.Process) -> bool:
     """Whether it is a libp2p daemon that runs."""
     try:

@@ -17,6 +17,7 @@ from spes_p2p.locks import Scratch
 from spes_p2p.train import watchdog
 from spes_p2p.train.ddp import broadcast_object
 from spes_p2p.train.worker import LocalRanks, _leave_signals_to_rank_0
+from tests.swarm.micro import wait_for_ends
 from tests.train.small import CPU, batch_of, small_config, trainer_of
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def test_a_rank_that_ends_is_heard_of_while_nobody_asks_it_anything() -> None:
 
     with LocalRanks(2, CPU, lost) as ranks:
         os.kill(ranks.pids[0], signal.SIGKILL)
-        assert news.wait(10.0)
+        assert news.wait(60.0)
     assert [str(error) for error in heard] == ["local rank 1 was killed by SIGKILL"]
 
 
@@ -108,8 +109,7 @@ sys.stdin.read()
         ranks = [psutil.Process(int(pid)) for pid in rank_0.stdout.readline().split()]
         assert len(ranks) == 1
         rank_0.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=10)
-        assert alive == []
+        assert wait_for_ends(ranks) == []
 
 
 def test_a_clean_stop_ends_all_ranks() -> None:
