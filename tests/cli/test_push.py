@@ -1,4 +1,4 @@
-"""`export --push` as users start it: a process, and a hub elsewhere by HF_ENDPOINT."""
+"""`export --push`: broken off here, where it takes no process, and gone on with as users do, with HF_ENDPOINT."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import spes_p2p
-from tests.interop.hub_server import HubServer, Refusal
+from tests.interop.hub_server import HubServer, Refusal, hub_for
 from tests.interop.states import OLMOE, run_config
 from tests.peer.test_export import saved
 
@@ -26,15 +28,15 @@ def export(hub: HubServer, home: Path, *arguments: str) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_export_pushes_and_goes_on_where_it_broke_off(tmp_path: Path) -> None:
+def test_export_pushes_and_goes_on_where_it_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = saved(tmp_path / "peer", run_config(**OLMOE, vocab_size=257), tokenizer="byte")
     output, home = tmp_path / "out", tmp_path / "home"
-    with HubServer() as hub:
+    with hub_for(monkeypatch, home) as hub:
         hub.refuses = lambda asked: Refusal(507, "full") if asked.path.startswith("/lfs/") else None
-        broken = export(hub, home, "--checkpoint", str(peer), "--output", str(output), "--push", NAME, "--public")
-        assert broken.returncode == 1
+        broken = spes_p2p("export", "--checkpoint", str(peer), "--output", str(output), "--push", NAME, "--public")
+        assert broken.exit_code == 1
         fix = f"spes-p2p export --output {output} --push {NAME} --public"
-        error, told = broken.stderr.splitlines()[-2:]
+        error, told = broken.errors.splitlines()[-2:]
         assert error.endswith(f": the hub answered 507 for {NAME}: full")
         assert told == f"Fix: continue with: {fix}"
         hub.refuses = lambda asked: None
