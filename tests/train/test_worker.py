@@ -40,20 +40,6 @@ assert not {"torch.nn.parallel.distributed", "torch._dynamo"} & (set(sys.modules
 
 
 def test_a_killed_rank_is_named_and_nothing_hangs() -> None:
-    with LocalRanks(2, CPU) as ranks:
-        trainer = trainer_of(small_config(), ranks=ranks.ranks)
-        trainer.train_step(batch_of(0))
-        (pid,) = ranks.pids
-        os.kill(pid, signal.SIGKILL)
-        for _ in range(2):  # the first finds the connection cut, the second the process gone
-            with pytest.raises(SpesError, match="local rank 1 was killed by SIGKILL"):
-                trainer.train_step(batch_of(0))
-        trainer.close()
-    assert not psutil.pid_exists(pid)
-    trainer_of(small_config()).train_step(batch_of(0))  # a peer of one rank goes on in this process
-
-
-def test_a_rank_that_ends_is_heard_of_while_nobody_asks_it_anything() -> None:
     heard, news = list[SpesError](), threading.Event()
 
     def lost(error: SpesError) -> None:
@@ -61,9 +47,36 @@ def test_a_rank_that_ends_is_heard_of_while_nobody_asks_it_anything() -> None:
         news.set()
 
     with LocalRanks(2, CPU, lost) as ranks:
-        os.kill(ranks.pids[0], signal.SIGKILL)
+        trainer = trainer_of(small_config(), ranks=ranks.ranks)
+        trainer.train_step(batch_of(0))
+        (pid,) = ranks.pids
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(2):  # the first finds the connection cut, the second the process gone
+            with pytest.raises(SpesError, match="local rank 1 was killed by SIGKILL"):
+                trainer.train_step(batch_of(0))
         assert news.wait(60.0)
+        trainer.close()
     assert [str(error) for error in heard] == ["local rank 1 was killed by SIGKILL"]
+    assert not psutil.pid_exists(pid)
+    trainer_of(small_config()).train_step(batch_of(0))  # a peer of one rank goes on in this process
+
+
+def test_a_rank_that_ends_is_heard_of_while_nobody_asks_it_anything() -> None:
+    """With its last words."""
+    heard, news = list[SpesError](), threading.Event()
+
+    def lost(error: SpesError) -> None:
+        heard.append(error)
+        news.set()
+
+    with LocalRanks(2, CPU, lost) as ranks:
+        broadcast_object(ranks.ranks, ["dance", {}])
+        assert news.wait(60.0)
+        with pytest.raises(SpesError, match=r"local rank 1 ended with exit code 1: .*command dance came before build"):
+            ranks.explain()
+    (error,) = heard
+    assert str(error).startswith("local rank 1 ended with exit code 1: ")
+    assert "command dance came before build" in str(error)
 
 
 def test_a_frozen_rank_is_named_within_a_time_learnt_from_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +143,6 @@ def test_a_signal_to_all_ranks_is_heeded_by_rank_0_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     _leave_signals_to_rank_0()
     assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_IGN)
-
-
-def test_a_rank_that_fails_says_why() -> None:
-    """Its last words come with the error."""
-    with LocalRanks(2, CPU) as ranks:
-        broadcast_object(ranks.ranks, ["dance", {}])
-        with pytest.raises(SpesError, match=r"local rank 1 ended with exit code 1: .*command dance came before build"):
-            ranks.explain()
 
 
 @pytest.mark.thorough
