@@ -7,7 +7,6 @@ where it ended. Which holder is asked, and when, is decided elsewhere; so is wha
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
 MOST_BEYOND = 4096
-"""Most rounds that a holder may be ahead of what it announced: former electors could sign without end."""
+"""Most rounds beyond what a holder announced, or beyond ours: former electors could sign without end."""
 MOST_STEPS = 64
 """So many rounds are gone through one by one; who is further behind fetches a state."""
 LONGEST_LINE_BYTES = 2**28
@@ -62,6 +61,10 @@ class HistoryDiverged(RemoteProtocolError):
     """The other's commits do not follow from ours, or the first of them has no quorum: one must choose (`forks`)."""
 
 
+class TooManyRounds(RemoteProtocolError):
+    """The holder goes on and on. What it sent by then is on disk."""
+
+
 @dataclass(eq=False)
 class CatchUp:
     """Brings a chain and a store forward. Everything raises NetworkError or RemoteProtocolError for others' faults."""
@@ -79,19 +82,29 @@ class CatchUp:
         self._replaying: Staging | None = None
         self._replayed: Staging | None = None
 
-    async def headers(self, tip_round: int, holder: PeerId, round: int, at_any_price: bool = False) -> Commit:
+    async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
 
-        Raises HistoryDiverged where its history is another one than ours, or where our tip's child has no quorum
-        (unless the tip is worth nothing: `at_any_price`).
+        Raises HistoryDiverged where its history is another one than ours, or where our tip's child has no quorum.
         """
-        most, needs_quorum = (sys.maxsize, 0) if at_any_price else (round + MOST_BEYOND, tip_round + 1)
-        newest = await self._extend(holder, self._chain.length, most, needs_quorum)
+        newest = await self._extend(holder, self._chain.length, round + MOST_BEYOND, tip_round + 1)
         if newest is None and tip_round < round < self._chain.length:
             newest = self._chain.commit(round)
         if newest is None:
             raise NetworkError(f"{short(holder)} has nothing after round {tip_round}")
         return newest
+
+    async def headers_instead(self, tip_round: int, holder: PeerId, most: int, may_lack_quorum: bool) -> Commit:
+        """The newest commit that `holder` has, with all before it on disk, for who has not even the tip's state.
+
+        Whatever else is here after the tip gives way: nobody may have the states of it. Raises HistoryDiverged where
+        the holder is not on top of our tip, or has no quorum's child of it, and TooManyRounds after round `most`.
+        """
+        common = await self._last_common(holder, self._chain.length - 1)
+        if common < tip_round:
+            raise HistoryDiverged(f"{short(holder)} is on another history of the run from round {common + 1} on")
+        newest = await self._extend(holder, common + 1, most, 0 if may_lack_quorum else tip_round + 1)
+        return newest or self._chain.commit(common)
 
     async def _extend(self, holder: PeerId, first: int, most: int, needs_quorum: int) -> Commit | None:
         last: Commit | None = None
@@ -105,9 +118,7 @@ class CatchUp:
             last = before = part[-1]
             first = last.manifest.round + 1
             if first > most:
-                raise RemoteProtocolError(
-                    f"{short(holder)} keeps sending more rounds than it announced, {first} by now"
-                )
+                raise TooManyRounds(f"{short(holder)} keeps sending more rounds than it announced, {first} by now")
         return last
 
     async def note(self, commit: Commit) -> None:

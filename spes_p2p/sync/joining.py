@@ -27,7 +27,7 @@ from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.candidate_state import staged_state, whole_state
-from spes_p2p.sync.catch_up import CatchUp, commits_from
+from spes_p2p.sync.catch_up import MOST_BEYOND, CatchUp, HistoryDiverged, TooManyRounds, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
@@ -238,17 +238,32 @@ class Settling:
         return found
 
     async def _fetch_instead(self, tip: Commit, reasons: list[str]) -> Commit | None:
-        """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
-        run, check = self._run, self._node.checker.check
+        """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`.
+
+        A child of the tip without a quorum is taken where nobody gives a state on top of one that has it.
+        """
+        run, check, round = self._run, self._node.checker.check, tip.manifest.round
         catch_up = CatchUp(run.info, run.rules, check, self._chain, self._store, self._transfers, asyncio.to_thread)
-        sources = [*await self._sources()]
-        while sources:
+        waiting = dict.fromkeys(await self._sources(), (False, round + MOST_BEYOND))
+        while waiting:
             # whom the newest certificate names first: strangers may be many, and never done
-            sources.remove(peer := min(sources, key=self._is_stranger))
-            known = self._chain.length - 1  # perhaps from somebody who has no state
-            for commit in dict.fromkeys((await self._newest(catch_up, peer, tip, known), tip)):
+            peer = min(waiting, key=lambda peer: (*waiting[peer], self._is_stranger(peer)))
+            may_lack_quorum, most = waiting.pop(peer)
+            try:
+                newest = await catch_up.headers_instead(round, peer, most, may_lack_quorum)
+            except TooManyRounds:
+                waiting[peer] = may_lack_quorum, 4 * most  # all others first
+                continue
+            except HistoryDiverged:
+                if not may_lack_quorum:
+                    waiting[peer] = True, most
+                    continue
+                newest = tip
+            except (NetworkError, RemoteProtocolError):
+                newest = tip
+            for commit in dict.fromkeys((newest, tip)):
                 try:
-                    (await catch_up.state(commit.manifest, tip.manifest.round, [peer])).publish()
+                    (await catch_up.state(commit.manifest, round, [peer])).publish()
                     return commit
                 except (NetworkError, RemoteProtocolError) as error:
                     reasons.append(f"{short(peer)}: {error}")
@@ -256,12 +271,6 @@ class Settling:
 
     def _is_stranger(self, peer: PeerId) -> bool:
         return peer != self._run.info.organiser and not self._chain.names(peer)
-
-    async def _newest(self, catch_up: CatchUp, peer: PeerId, tip: Commit, known: int) -> Commit:
-        try:
-            return await catch_up.headers(tip.manifest.round, peer, known, at_any_price=True)
-        except (NetworkError, RemoteProtocolError):
-            return tip
 
     async def _whole(self, tip: Commit) -> Commit:
         """Hashes the state of the tip, and mends it; a newer tip where nobody has its bytes any more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.manifest import WIRE_VERSION
+from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, manifest_hash
+from spes_p2p.consensus.membership import electors
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal
+from spes_p2p.consensus.rules import Outcome, derived
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
+from spes_p2p.exchange.requests import ChainPart, ChainRequest, unpack_request
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Tile, Values
 from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RunGroup, RunRecord
-from spes_p2p.sync import joining
+from spes_p2p.sync import catch_up, joining
 from spes_p2p.sync.finding import load_run
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.node import Run
+from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from spes_p2p.wire import pack
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until
 
@@ -63,6 +71,69 @@ def test_a_newcomer_with_other_arithmetic_gets_a_newer_state_when_the_organiser_
         assert late.round >= 3
         await until(counts(swarm, "late"))
         recorder.check(commits(swarm))
+        check_agreement(swarm)
+        await swarm.start_organiser()
+
+    in_swarm(folder, play)
+
+
+class FormerElectors:
+    """Has rounds that nobody else has, signed by those whom genesis names, and none of their states."""
+
+    def __init__(self, swarm: MemorySwarm, genesis: Commit, child: Commit, kind: str, rounds: int) -> None:
+        self.rules = swarm.rules
+        self.signers = [member.peer for member in electors(genesis.manifest.members)][: 1 if kind == DEGRADED else None]
+        self.line = [genesis, self.signed(replace(child.manifest, state_root=sha256(b"nowhere")), kind)]
+        self.kind, self.rounds = kind, rounds
+
+    def signed(self, manifest: Manifest, kind: str) -> Commit:
+        name, parent, run = manifest_hash(manifest), manifest.parent, manifest.fingerprint
+        ballot, heard = (0, ()) if kind == QUORUM else (-1, tuple(self.signers))
+        word = Precommit(run, parent, 0, name) if kind == QUORUM else DegradedVote(run, parent, heard, -1, name)
+        seals = [KeySealer(FakeKeys().signer(peer)).seal(word) for peer in self.signers]
+        whole = tuple(Seal(seal.author, seal.public_key, seal.signature) for seal in seals)
+        return Commit(Certificate(parent, kind, ballot, name, heard, whole), manifest)
+
+    def goes_on(self) -> None:
+        parent = self.line[-1].manifest
+        outcome = Outcome((), (), sha256(b""), parent.state_root, None, ledger=parent.ledger)
+        child = derived(self.rules, parent, outcome, parent.members, parent.ownership)
+        self.line.append(self.signed(child, self.kind))
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        raise RemoteProtocolError("no calls here")
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        asked = unpack_request(request)
+        if not isinstance(asked, ChainRequest):
+            raise RemoteProtocolError("nothing here")
+        while len(self.line) < min(asked.first + 2, self.rounds):
+            self.goes_on()
+        return Blob(pack(ChainPart(tuple(pack(commit) for commit in self.line[asked.first : asked.first + 2]))))
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [(DEGRADED, 2), (QUORUM, 2), (QUORUM, 50), (QUORUM, 10**9)])
+def test_rounds_that_former_electors_sign_keep_no_newcomer_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rounds: int
+) -> None:
+    """One without a state asks them first; one elector is enough for rounds without a quorum."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abc")
+        await swarm.until_round(5)
+        await swarm.kill_organiser()
+        genesis, child = commits(swarm)[:2]
+        liar = FormerElectors(swarm, genesis, child, kind, rounds)
+        await swarm.network.peer("liar").transport.serve(liar)
+        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=PeerId("liar"))
+        swarm.peers = {ghost.name: ghost, **swarm.peers}
+        monkeypatch.setattr(joining.Settling, "_is_stranger", lambda settling, peer: peer != ghost.name)
+        monkeypatch.setattr(joining, "InitialState", OtherArithmetic)
+        for module in (joining, catch_up):
+            monkeypatch.setattr(module, "MOST_BEYOND", 4)
+        await swarm.add("late")
+        await until(counts(swarm, "late"))
+        del swarm.peers[ghost.name]
         check_agreement(swarm)
         await swarm.start_organiser()
 
