@@ -17,7 +17,7 @@ from spes_p2p.consensus.forks import Line, has_quorum
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.rules import MergeKind, RunRules
-from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
+from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.requests import WiresRequest
 from spes_p2p.exchange.transfers import InThread, Transfers, fill_state
 from spes_p2p.ids import Hash, PeerId, short
@@ -101,10 +101,11 @@ class CatchUp:
         the holder is not on top of our tip, or has no quorum's child of it, and TooManyRounds after round `most`.
         """
         common = await self._last_common(holder, self._chain.length - 1)
-        if common < tip_round:
-            raise HistoryDiverged(f"{short(holder)} is on another history of the run from round {common + 1} on")
-        newest = await self._extend(holder, common + 1, most, 0 if may_lack_quorum else tip_round + 1)
-        return newest or self._chain.commit(common)
+        first = common.manifest.round + 1
+        if first <= tip_round:
+            raise HistoryDiverged(f"{short(holder)} is on another history of the run from round {first} on")
+        newest = await self._extend(holder, first, most, 0 if may_lack_quorum else tip_round + 1)
+        return newest or self._chain.commit(first - 1)
 
     async def _extend(self, holder: PeerId, first: int, most: int, needs_quorum: int) -> Commit | None:
         last: Commit | None = None
@@ -144,9 +145,13 @@ class CatchUp:
 
         Its commits are checked; nothing is written. What we know beyond our own state does not count.
         """
-        common = await self._last_common(holder, min(round, tip_round))
-        parent = before = self._chain.commit(common)
-        ledger = self._chain.ledger(common)
+        parent = before = await self._last_common(holder, min(round, tip_round))
+        common = parent.manifest.round
+        try:
+            ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
+            ledger = self._chain.ledger(common)
+        except StateError as error:  # whoever comes with another history must not end this peer
+            raise NetworkError(f"another history cannot be compared with this peer's: {error} ({error.fix})") from error
         theirs: list[Commit] = []
         size = 0
         while part := await commits_from(self._transfers, holder, common + 1 + len(theirs)):
@@ -159,24 +164,26 @@ class CatchUp:
                 raise RemoteProtocolError(
                     f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to keep in memory"
                 )
-        ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
         return ForkPoint(parent.manifest, ours, tuple(theirs))
 
-    async def _last_common(self, holder: PeerId, newest: int) -> int:
-        """The last round at which both have the same manifest, looking back in growing strides."""
+    async def _last_common(self, holder: PeerId, newest: int) -> Commit:
+        """The last commit whose manifest both have, looking back in growing strides; as the holder gives it.
+
+        Ours may be damaged. Its certificate is not checked.
+        """
         low, stride = newest, 1
         while True:
             theirs = await commits_from(self._transfers, holder, low)
             same = [commit for commit in theirs if self._is_ours(commit, newest)]
             if same:
-                return same[-1].manifest.round
+                return same[-1]
             if low == 0:
                 raise RemoteProtocolError(f"{short(holder)} has another genesis, or none")
             low, stride = max(0, low - stride), 2 * stride
 
     def _is_ours(self, commit: Commit, newest: int) -> bool:
         round = commit.manifest.round
-        return round <= newest and self._chain.commit(round).manifest == commit.manifest
+        return round <= newest and self._chain.has(manifest_hash(commit.manifest), round)
 
     async def aim(self, newest: Commit, base_round: int, holders: Sequence[PeerId]) -> Commit:
         """The commit whose state to fetch: one that we have begun to fetch if it is still available, else the newest.

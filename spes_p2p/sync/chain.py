@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,10 +77,10 @@ class CommitFiles:
         with self._reading(round) as path:
             return unpack(Commit, path.read_bytes())
 
-    def name(self, round: int) -> Hash:
-        """The hash of the manifest, without a look at what may be large. Raises StateError as `parsed` does."""
+    def certificate(self, round: int) -> Certificate:
+        """Without a look at the manifest, which may be large. Raises StateError as `parsed` does."""
         with self._reading(round) as path:
-            return unpack_first(Certificate, path.read_bytes()).manifest
+            return unpack_first(Certificate, path.read_bytes())
 
     def size(self, round: int) -> int:
         """Bytes of a packed commit. Raises StateError."""
@@ -174,6 +175,9 @@ class Chain:
         self.length = self._files.count()
         self.newest_received: tuple[Commit, float] | None = None
         """The last commit, and when it came here (see `received_at`)."""
+        self.problems: deque[str] = deque()
+        """Of rounds that could not be read, each once; whoever says one takes it out."""
+        self._unreadable = set[int]()
         self._members = frozenset[PeerId]()
         # the one that is kept, where it is of these commits, with what those after it count
         found, first, kept = EMPTY, 0, self._files.kept_ledger()
@@ -307,7 +311,29 @@ class Chain:
     def has(self, head: Hash, round: int) -> bool:
         """Whether `head` names the commit of that round, as far as it is here. Cheap: strangers ask for many."""
         with self._lock:
-            return 0 <= round < self.length and self._files.name(round) == head
+            return 0 <= round < self.length and self._name(round) == head
+
+    def _name(self, round: int) -> Hash | None:
+        """The hash of a manifest, from its child where it cannot be read; None where that cannot be, either."""
+        try:
+            return self._files.certificate(round).manifest
+        except StateError as error:
+            self._note(round, error)
+        newest = self.newest
+        if newest is not None and newest.manifest.round == round:
+            return newest.certificate.manifest
+        try:
+            return self._files.certificate(round + 1).parent
+        except StateError as error:
+            self._note(round + 1, error)
+            return None
+
+    def _note(self, round: int, error: StateError) -> None:
+        if round not in self._unreadable:
+            self._unreadable.add(round)
+            self.problems.append(
+                f"{error}; the run goes on, but this node cannot give round {round} to others ({error.fix})"
+            )
 
     def knows(self, head: Hash, round: int) -> bool:
         """Whether `head` names one of the commits up to `round`."""

@@ -217,6 +217,8 @@ class Driver:
         while True:
             self._dispatcher.tick()
             self._log.look()
+            while self._disk.chain.problems:
+                self._hooks.notice(do.Notice("disk", self._disk.chain.problems.popleft()))
             await asyncio.sleep(self.core.state.pace.heartbeat_seconds / 2)
 
     def _task_failed(self, error: BaseException) -> None:

@@ -238,6 +238,29 @@ def test_the_last_common_manifest_is_found_far_back(tmp_path: Path) -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_commit_of_ours_where_histories_meet(tmp_path: Path, damaged: int) -> None:
+    """The last common one need not be read; without one of those after it the two cannot be compared."""
+
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        parent = ahead.commits[1]
+        ahead.chain.append(parent)
+        for _ in range(2):
+            parent = MADE.certified(MADE.child(parent.manifest, sha256(b"another state"), sha256(b"wire")))
+            ahead.chain.append(parent)
+        (ahead.chain.directory / f"{damaged:08d}.commit").write_bytes(b"damaged")
+        if damaged == 1:
+            meeting = await ahead.catch_up.meet(3, HOLDER, 2)
+            assert meeting.common == ahead.commits[1].manifest
+            assert (len(meeting.ours), meeting.theirs) == (2, (ahead.commits[2],))
+        else:
+            with pytest.raises(NetworkError, match=r"cannot be compared .*2\.commit is damaged"):
+                await ahead.catch_up.meet(3, HOLDER, 2)
+
+    run_virtual(main())
+
+
 def test_a_holder_with_nothing_newer(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()

@@ -196,9 +196,28 @@ def test_whether_a_head_is_ours_is_known_without_a_look_at_manifests(tmp_path: P
     assert not chain.has(manifest_hash(COMMITS[1].manifest), 2)
     assert not chain.has(manifest_hash(COMMITS[4].manifest), 4)
     assert not chain.has(manifest_hash(COMMITS[3].manifest), -1)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StateError, match="is damaged"):
-        chain.has(manifest_hash(COMMITS[2].manifest), 2)
+
+
+@pytest.mark.parametrize("round", [0, 2, 3])
+def test_a_damaged_commit_is_known_by_its_child_and_told_once(tmp_path: Path, round: int) -> None:
+    """Anybody can ask for any round; the newest one is known in any case."""
+    chain = filled(tmp_path)
+    (tmp_path / f"{round:08d}.commit").write_bytes(b"damaged")
+    for _ in range(2):
+        assert chain.has(manifest_hash(COMMITS[round].manifest), round)
+        assert not chain.has(manifest_hash(COMMITS[4].manifest), round)
+    [problem] = chain.problems
+    assert f"{round:08d}.commit is damaged" in problem
+    assert "join again" in problem
+
+
+def test_two_damaged_commits_in_a_row(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    for round in (1, 2):
+        (tmp_path / f"{round:08d}.commit").unlink()
+    assert not chain.has(manifest_hash(COMMITS[1].manifest), 1)
+    assert chain.has(manifest_hash(COMMITS[2].manifest), 2)
+    assert len(chain.problems) == 2
 
 
 def links(*commits: Commit, before: Commit | None = None) -> None:

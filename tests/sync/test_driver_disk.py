@@ -352,6 +352,28 @@ def test_a_damaged_round_is_fetched_again(folder: Path, voted: str) -> None:
     in_swarm(folder, play)
 
 
+def test_who_names_the_round_of_a_damaged_certificate_ends_nobody(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        c, a = peer(swarm, "c"), peer(swarm, "a")
+        await c.kill()
+        shutil.copytree(folder / "c", folder / "late")  # a newcomer that stands there
+        await swarm.until_round(c.round + 3, "ab")
+        path = folder / "a" / "chain" / f"{c.round:08d}.commit"
+        whole = path.read_bytes()
+        path.write_bytes(b"damaged")
+        a.driver.core.state.others.placed.clear()  # as after a restart
+        await swarm.add("late")
+        await until(counts(swarm, "late"))
+        [notice] = [notice for notice in a.notices if notice.kind == "disk"]
+        assert str(path) in notice.text
+        path.write_bytes(whole)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
 def test_what_an_elector_signed_for_outlives_later_writes(folder: Path) -> None:
     """A slice that arrives after the vote goes elsewhere; the state that was accepted stays whole."""
 
