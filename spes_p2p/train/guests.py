@@ -47,21 +47,19 @@ class GuestWork:
         self._saved: dict[int, SavedGuest] = {}
 
     @torch.no_grad()
-    def use(self, marks: Mapping[int, Hash], bases: Mapping[int, Basis] | None, left_out: bool = False) -> None:
+    def use(self, marks: Mapping[int, Hash], bases: Mapping[int, Basis] | None, left_out: Collection[int] = ()) -> None:
         """Trains in these bases of foreign columns from here on: rank 0 gets them, the others their `marks` alone.
 
         A column whose basis is the one that it had goes on. In another one it begins at zero with fresh moments, but
-        for what was trained since `run_ahead`, or ever if the round has `left_out` this peer: that is carried on as far
-        as it lies within both.
+        for what was trained since `run_ahead`, or in the columns `left_out` ever: that is carried on as far as it lies
+        within both.
         """
-        if left_out:
-            self._ahead_of = {place: torch.zeros_like(values) for place, values in self._all_coordinates()}
         self._end(set(self._marks) - set(marks))
         for column in sorted(set(marks) - set(self._model.owned)):
             if self._marks.get(column) != marks[column]:
                 size = sum(guests.basis(which)[0].numel() for _, guests, which, _ in self._places(column))
                 values = None if bases is None else bases[column].values
-                self._place(column, broadcast_array(self._ranks, values, size))
+                self._place(column, broadcast_array(self._ranks, values, size), column in left_out)
                 self._begin(column, marks[column])
         self._ahead_of.clear()
         self._saved.clear()
@@ -147,12 +145,13 @@ class GuestWork:
             assert bank.guests is not None
             yield place.layer, bank.guests, place.which, bank.slot(column)
 
-    def _place(self, column: int, values: Values | None) -> None:
+    def _place(self, column: int, values: Values | None, is_carried: bool = False) -> None:
         at = 0
         for layer, guests, which, slot in self._places(column):
             own, shape = guests.coordinates(which)[slot], guests.basis(which)[slot].shape
             ahead_of = self._ahead_of.get((column, layer, which))
-            own.zero_() if ahead_of is None else own.sub_(ahead_of)
+            if not is_carried:
+                own.zero_() if ahead_of is None else own.sub_(ahead_of)
             basis = None if values is None else torch.from_numpy(np.array(values[at : at + shape.numel()])).view(shape)
             guests.begin(slot, which, basis)
             at += shape.numel()

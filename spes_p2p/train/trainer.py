@@ -6,7 +6,7 @@ need not know how many there are. Knows no network and no rounds beyond counting
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -77,7 +77,7 @@ class Trainer:
         self.is_parked = False
         """Whether the tensors are off the device."""
         self._late_state: tuple[BlockSource, int, bool] | None = None
-        self._late_bases: list[tuple[dict[int, Basis], bool]] = []
+        self._late_bases: list[tuple[dict[int, Basis], frozenset[int]]] = []
         build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
         with build, telling_of_memory("making the model"):
             self._rank = rank_trainer(config, layout, self._ranks)
@@ -179,21 +179,22 @@ class Trainer:
             with self._command("load_block", block=block.index), telling_of_memory(loading):
                 self._rank.load_block(block.index, own)
 
-    def use_bases(self, bases: Mapping[int, Basis], left_out: bool = False) -> None:
+    def use_bases(self, bases: Mapping[int, Basis], left_out: Collection[int] = ()) -> None:
         """Trains low-rank changes of foreign columns in these bases, by column, from here on.
 
-        A column whose basis has the mark of the one before goes on; else it begins at zero, with fresh moments, or with
-        `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one. To be called
-        after `adopt`.
+        A column whose basis has the mark of the one before goes on; else it begins at zero, with fresh moments, or in
+        the columns `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one.
+        To be called after `adopt`.
         """
         if self.is_parked:
-            if self._late_bases and self._late_bases[-1][1] == left_out:  # the last of them does what all do
+            carried = frozenset(left_out)
+            if self._late_bases and self._late_bases[-1][1] == carried:  # the last of them does what all do
                 self._late_bases.pop()
-            self._late_bases.append((dict(bases), left_out))
+            self._late_bases.append((dict(bases), carried))
             return
         marks = {column: basis.mark for column, basis in bases.items()}
         if self._rank.guests is not None:
-            use = self._command("use_bases", marks=list(marks.items()), left_out=left_out)
+            use = self._command("use_bases", marks=list(marks.items()), left_out=sorted(left_out))
             with use, telling_of_memory("changing other experts"):
                 self._rank.guests.use(marks, bases, left_out)
 

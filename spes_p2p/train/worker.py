@@ -169,7 +169,7 @@ def _help_to_read(trainer: RankTrainer, block: int) -> None:
         place(trainer.trained.module, where)
 
 
-def _use_bases(trainer: RankTrainer, marks: list[tuple[int, bytes]], left_out: bool) -> None:
+def _use_bases(trainer: RankTrainer, marks: list[tuple[int, bytes]], left_out: list[int]) -> None:
     assert trainer.guests is not None
     trainer.guests.use({column: Hash(mark) for column, mark in marks}, None, left_out)
 

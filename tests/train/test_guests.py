@@ -182,11 +182,11 @@ def test_coordinates_go_on_in_the_same_basis_and_begin_anew_in_another() -> None
     assert set(trainer.coordinates()) == {0, 3}
 
 
-def carried_over(config: Config, values: Values) -> Values:
-    """B Qᵀ Q' of coordinates in column 2, from its first basis to its next one."""
+def carried_over(config: Config, values: Values, column: int = 2) -> Values:
+    """B Qᵀ Q' of coordinates in a column, from its first basis to its next one."""
     layout, at, parts = small_layout(config), 0, list[Values]()
-    old, new = (bases(config, (2,), number)[2].values for number in (0, 1))
-    for (placed, q), (_, q_new) in zip(matrices(layout, 2, old), matrices(layout, 2, new), strict=True):
+    old, new = (bases(config, (column,), number)[column].values for number in (0, 1))
+    for (placed, q), (_, q_new) in zip(matrices(layout, column, old), matrices(layout, column, new), strict=True):
         stop = at + placed.tensor.shape[0] * RANK
         parts.append((values[at:stop].reshape(-1, RANK) @ q.T @ q_new).reshape(-1).astype(np.float32))
         at = stop
@@ -236,11 +236,26 @@ def test_who_was_left_out_carries_all_of_it_into_the_next_basis() -> None:
     trainer.train_step(batch_of(1))
     whole = trainer.coordinates()
     trainer.adopt(OWNED, initial(config), 1)
-    trainer.use_bases(bases(config) | bases(config, (2,), number=1), left_out=True)
+    trainer.use_bases(bases(config) | bases(config, (2,), number=1), left_out=FOREIGN)
     found = trainer.coordinates()
     np.testing.assert_allclose(found[2].values, carried_over(config, whole[2].values), atol=1e-6)
     assert found[2].values.any()
     assert all(np.array_equal(found[column].values, whole[column].values) for column in (0, 3, 5))
+
+
+def test_work_in_a_column_that_a_round_did_not_take_in_is_carried_beside_what_it_took() -> None:
+    """Columns 2 and 3 have new bases: the work in 2 was taken in, that in 3 was not, as it had no turn."""
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    whole = trainer.coordinates()
+    trainer.adopt(OWNED, initial(config), 1)
+    trainer.use_bases(bases(config) | bases(config, (2, 3), number=1), left_out=(3, 5))
+    found = trainer.coordinates()
+    assert not found[2].values.any()
+    np.testing.assert_allclose(found[3].values, carried_over(config, whole[3].values, 3), atol=1e-6)
+    assert found[3].values.any()
+    assert all(np.array_equal(found[column].values, whole[column].values) for column in (0, 5))
 
 
 def test_a_parked_guest_carries_on_nothing_that_a_round_has_taken_in() -> None:
@@ -253,7 +268,7 @@ def test_a_parked_guest_carries_on_nothing_that_a_round_has_taken_in() -> None:
     parked.park()
     second = bases(config) | bases(config, (2,), number=1)
     for trainer in (parked, other):
-        for news, left_out in ((second, False), (second | bases(config, (2, 3), number=2), True)):
+        for news, left_out in ((second, ()), (second | bases(config, (2, 3), number=2), range(6))):
             trainer.adopt((), initial(config), 1)
             trainer.use_bases(news, left_out)
     assert parked.is_parked
