@@ -98,7 +98,10 @@ class DiskHistory:
         return self.log.uplink()
 
     async def commit(self, commit: Commit) -> None:
-        """Commits, the certificate first: a restart completes that, but discards a state without a certificate."""
+        """Commits, the certificate before the state: a restart completes that, but discards a state without one.
+
+        What else follows from the round is on disk first, since a restart does not make it.
+        """
 
         def write() -> None:
             made = self._candidate.finished(commit.manifest.state_root)
@@ -106,11 +109,11 @@ class DiskHistory:
             self._disk.residuals.settle(
                 commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire.hashes[tile_id]
             )
+            before = self._store.version(commit.manifest.round - 1)
+            self._disk.bases.settle(commit.manifest, commit.certificate.manifest, before, made)
             self._chain.append(commit)
             reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)
-            after = self._candidate.publish(commit.manifest.state_root)
-            before = self._store.version(commit.manifest.round - 1)
-            self._disk.bases.settle(commit.manifest, commit.certificate.manifest, before, after)
+            self._candidate.publish(commit.manifest.state_root)
             reached(failpoints.PUBLISHED, peer=self._core.me, round=commit.manifest.round)
 
         await self._tasks.in_thread(write)
