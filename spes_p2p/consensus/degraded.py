@@ -116,8 +116,7 @@ class Degraded(Part):
 
     def electors(self, now: float) -> Heard:
         """The electors to make a degraded child: those alive on our tip if no live quorum was heard for W."""
-        decided = self._state.round.decided
-        is_bound = decided is not None and not self._proposals.is_lost(decided, now)
+        is_bound = self._state.round.decided is not None and not self._proposals.is_lost(now)
         if self._rules.faults is Faults.BYZANTINE:  # there only the organiser goes on without a quorum
             return ()
         if is_bound or not self._leadership.can_vote() or not self._liveness.may_make(self._pace, now):
@@ -128,6 +127,7 @@ class Degraded(Part):
         )
 
     def become(self, heard: Heard) -> None:
+        """These make a degraded child from now on; nobody, where it is empty."""
         if heard != self._state.degraded_set:
             self._state.degraded_set = heard
         if heard and (lost := self._state.round.decided) is not None:

@@ -216,6 +216,8 @@ class Consensus:
         degraded = self._parts.degraded
         self._listen(now)
         if tick or self.state.degraded_set:
+            if self.state.round.decided is not None:
+                self._parts.proposals.look_for(self.state.round.decided, now)
             degraded.become(degraded.electors(now))
         fired = True
         while fired:

@@ -151,20 +151,26 @@ class Proposals(Part):
         """Whether this child is committed by those who are given up, and none of those who are left has its state."""
         return bool(self._state.degraded_set) and not self.can_be_had(name, now)
 
-    def is_lost(self, commit: Commit, now: float) -> bool:
-        """Whether nobody who was heard for very long has the state of our certified child.
+    def look_for(self, commit: Commit, now: float) -> None:
+        """Notes whether the state of our certified child can be had now; to be called with each tick.
 
-        Others than electors may claim that, each under a new key, and send something: that makes the wait twice as long
-        at most. A leaver need not go on: who has the state brings it when they meet again.
+        A leaver need not go on: who has the state brings it when they meet again.
         """
-        current, wait = self._state.round, self._pace.lost_state_wait_seconds()
-        name = commit.certificate.manifest
+        current, name = self._state.round, commit.certificate.manifest
         is_coming = current.following and self._is_believed(self._others.asked_last)
         moves = is_coming or now - current.progress_at <= self._pace.deadline_seconds(0)
         if current.adopting or self._own.intent.leaving or self._is_held(name, now):
             current.held_at = now
         if moves or current.held_at == now or self.can_be_had(name, now):
             current.reachable_at = now
+
+    def is_lost(self, now: float) -> bool:
+        """Whether nobody who was heard for very long has the state of our certified child (see `look_for`).
+
+        Others than electors may claim that, each under a new key, and send something: that makes the wait twice as long
+        at most.
+        """
+        current, wait = self._state.round, self._pace.lost_state_wait_seconds()
         return now - current.reachable_at > wait or now - current.held_at > 2 * wait
 
     def take(self, content: Content, now: float) -> None:

@@ -18,7 +18,7 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import QUORUM, Commit, Precommit, Signed, Status
+from spes_p2p.consensus.messages import QUORUM, Precommit, Signed, Status
 from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
@@ -227,7 +227,7 @@ class CountsWorkTwice(Consensus):
 class NeverGivesUpAState(Proposals):
     """Who knows of a commit whose state is gone with all who had it asks for it for ever."""
 
-    def is_lost(self, commit: Commit, now: float) -> bool:
+    def is_lost(self, now: float) -> bool:
         return False
 
 
