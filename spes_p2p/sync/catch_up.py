@@ -143,7 +143,8 @@ class CatchUp:
     async def meet(self, tip_round: int, holder: PeerId, round: int) -> ForkPoint:
         """What we, at `tip_round`, and `holder`, who says it is at `round`, have on top of our last common manifest.
 
-        Its commits are checked; nothing is written. What we know beyond our own state does not count.
+        Its commits are checked; nothing is written. What we know beyond our own state does not count. Of a line that
+        goes on from our tip only its beginning comes, on which it hangs whether we go on with it (see `take_up`).
         """
         parent = before = await self._last_common(holder, min(round, tip_round))
         common = parent.manifest.round
@@ -164,7 +165,16 @@ class CatchUp:
                 raise RemoteProtocolError(
                     f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to keep in memory"
                 )
+            if common == tip_round and len(theirs) > self._rules.final_rounds:
+                break
         return ForkPoint(parent.manifest, ours, tuple(theirs))
+
+    async def take_up(self, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
+        """Puts commits that follow our tip, as `meet` has checked them, in the place of what is here beyond it, and
+        then what `holder`, who says it is at `round`, has after them: the newest.
+        """
+        await self._in_thread(partial(self._chain.switch, theirs))
+        return await self._extend(holder, self._chain.length, round + MOST_BEYOND, 0) or theirs[-1]
 
     async def _last_common(self, holder: PeerId, newest: int) -> Commit:
         """The last commit whose manifest both have, looking back in growing strides; as the holder gives it.

@@ -122,8 +122,7 @@ class Committer(Generic[S]):
             return None, None, way
         if fork.ours:
             return fork.theirs[-1], fork, way
-        await history.append(tip, fork.theirs)
-        return fork.theirs[-1], None, way
+        return await history.take_up(tip, fork.theirs, action.holder, action.round), None, way
 
     def choose(self, children: Mapping[Hash, Hash]) -> None:
         """What the organiser has chosen where histories part, by parent."""

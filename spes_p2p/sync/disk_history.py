@@ -62,8 +62,8 @@ class DiskHistory:
         await asyncio.wait((fetching,))
         return True
 
-    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
-        await self._catching_up.append(theirs, self._chain.commit(tip))
+    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
+        return await self._catching_up.take_up(theirs, holder, round)
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Fetched]:
         reached(failpoints.HEADERS, peer=self._core.me, round=newest.manifest.round)

@@ -217,8 +217,8 @@ class History(Protocol[S]):
     async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
         """What each has on top of the last common manifest; nothing is written."""
 
-    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
-        """Puts what follows round `tip` on our chain."""
+    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
+        """Puts what follows round `tip` on our chain, and what `holder`, at `round`, has after it; the newest."""
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
         """A fetched state to switch to: of `newest`, or of a commit on our line begun earlier. Raises LinkTooSlow."""

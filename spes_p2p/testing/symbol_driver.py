@@ -132,19 +132,19 @@ class SymbolHistory:
             raise NetworkError(holder)
         if common < tip or not has_quorum(theirs.chain[tip]):
             raise HistoryDiverged(holder)
-        await self.append(tip, theirs.chain[tip:])
-        return self._chain.line[-1]
+        return await self.take_up(tip, theirs.chain[tip:], holder, round)
 
     async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
         theirs = await self._ask(holder)
         common = self._disk.shared_with(theirs)
         return ForkPoint(self._disk.manifest(common), tuple(self._disk.chain[common:]), tuple(theirs.chain[common:]))
 
-    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
+    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
         self._chain.line = tuple(theirs)
         for commit in theirs:
             self._around.judge.saw_commit(commit)
         self._around.judge.saw_taken(self._core.me, theirs[0], self._around.guard())
+        return theirs[-1]
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, State]:
         self._around.judge.saw_commit(newest)

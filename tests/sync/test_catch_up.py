@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -11,6 +12,7 @@ import pytest
 from spes_p2p.codecs.lossy import encode
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.exchange import requests
 from spes_p2p.exchange.rates import Turns
 from spes_p2p.exchange.requests import TilesRequest, WiresRequest, unpack_request
 from spes_p2p.exchange.transfers import Transfers
@@ -193,6 +195,31 @@ def test_another_history_is_held_as_far_as_memory_allows(
                 await ahead.catch_up.meet(0, HOLDER, 2)
         else:
             assert len((await ahead.catch_up.meet(0, HOLDER, 2)).theirs) == 2
+
+    run_virtual(main())
+
+
+def test_a_long_line_that_begins_without_a_quorum_is_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes back after weeks finds one where its tip's child was made by those who were left."""
+
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        line = [MADE.degraded(ahead.commits[1].manifest)]
+        for round in range(2, 19):
+            line.append(MADE.certified(MADE.child(line[-1].manifest, sha256(b"state %d" % round), sha256(b"wire"))))
+        ahead.serving.chain.switch(line)
+        monkeypatch.setattr(requests, "MAX_COMMITS_AT_ONCE", 2)
+        ahead.catch_up._rules = replace(MADE.rules, final_rounds=5)
+        monkeypatch.setattr(catch_up, "LONGEST_LINE_BYTES", sum(len(pack(commit)) for commit in line[:12]))
+        ahead.chain.append(MADE.certified(MADE.child(ahead.commits[0].manifest, sha256(b"nowhere"), sha256(b"wire"))))
+        meeting = await ahead.catch_up.meet(0, HOLDER, 18)
+        assert meeting.ours == ()
+        assert meeting.theirs == tuple(line[: len(meeting.theirs)])
+        assert 5 < len(meeting.theirs) < 12
+        assert await ahead.catch_up.take_up(meeting.theirs, HOLDER, 18) == line[-1]
+        assert [ahead.chain.commit(round) for round in range(1, 19)] == line
 
     run_virtual(main())
 
