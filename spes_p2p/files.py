@@ -78,8 +78,9 @@ def make_folder(output: Path, flag: str = "--output") -> None:
         with storing(output):
             output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        reason = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(
-            f"the folder {output} of {flag} cannot be created: {error.strerror}", fix=f"choose another with {flag}"
+            f"the folder {output} of {flag} cannot be created: {reason}", fix=f"choose another with {flag}"
         ) from error
 
 

@@ -82,6 +82,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be created: Not a directory"):
         make_folder(tmp_path / "file" / "folder")
+    with pytest.raises(ConfigError, match="file of --output cannot be created: a file has this name"):
+        make_folder(tmp_path / "file")
     make_folder(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
 

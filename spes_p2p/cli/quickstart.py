@@ -55,7 +55,7 @@ def quickstart(
 def _new_folder() -> Path:
     """`quickstart`, or the first of `quickstart-2`, `quickstart-3`, ... that is not there."""
     folder, number = Path("quickstart"), 1
-    while folder.exists() and any(folder.iterdir()):
+    while folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         number += 1
         folder = Path(f"quickstart-{number}")
     return folder

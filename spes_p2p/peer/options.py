@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
 DEFAULT_MAX_DATA_DISK = 20 * 10**9
 LEAST_DISK = 16 * 10**6
+_GIVE = f"give the file that was sent to you, or the invitation itself, one long word that begins with {MARK}1"
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,21 @@ def meeting(
 
 def _typed_or_in_file(word: str) -> str:
     """An invitation, or the one in the file of that name, in which lines may have been broken anywhere."""
-    if looks_like_invite(word) or not (path := Path(word)).is_file():
+    if looks_like_invite(word):
         return word
     try:
-        text = "".join(path.read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError):
-        return word  # of which is said that it is no invitation
+        text = "".join(Path(word).read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        if re.match(rf"{MARK}\d", word):
+            return word  # cut short: of which is said that it is no invitation
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"{word[:80]!r} is not an invitation, and no file with one: {reason}",
+            fix=f"{_GIVE}; an address goes behind --initial-peers",
+        ) from error
     found = re.search(rf"{MARK}\d\w+", text)  # a command may stand before it
     if found is None:
-        raise ConfigError(
-            f"the file {word} holds no invitation",
-            fix=f"give the file that was sent to you, or the invitation itself, one long word that begins with {MARK}1",
-        )
+        raise ConfigError(f"the file {word} holds no invitation", fix=_GIVE)
     return found[0]
 
 

@@ -72,6 +72,14 @@ def test_nothing_at_all_is_told(tmp_path: Path) -> None:
     refused(spes_p2p("status"), "no invitation was given")
     (tmp_path / "mine.yaml").write_text("# Made by spes-p2p run init")
     refused(spes_p2p("status", str(tmp_path / "mine.yaml")), f"the file {tmp_path / 'mine.yaml'} holds no invitation")
+    for word, reason in (
+        ("nofile.txt", "No such file or directory"),
+        (str(tmp_path), "Is a directory"),
+        ("/ip4/203.0.113.7/tcp/31337/p2p/Qm", "No such file or directory"),
+        ("x" * 300, "File name too long"),  # an invitation whose beginning is missing
+    ):
+        refused(spes_p2p("status", word), f"{word[:80]!r} is not an invitation, and no file with one: {reason}")
+    refused(spes_p2p("status", "spes1..."), "'spes1...' is not an invitation")
     refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "spes-p2p invite --folder peer")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.cli.quickstart import _new_folder
 from spes_p2p.errors import ConfigError
 from spes_p2p.testing.quickstart import PeerResult, QuickstartOptions, find_problems, prepare
 
@@ -47,3 +48,11 @@ def test_a_wrong_override_leaves_nothing_behind(wrong: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=wrong.split("=")[0]):
         prepare(QuickstartOptions(folder, overrides=(wrong,)), print)
     assert not folder.exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").touch()
+    with pytest.raises(ConfigError, match="the folder quickstart of --output cannot be created: a file has this name"):
+        prepare(QuickstartOptions(Path("quickstart")), print)
+    assert _new_folder() == Path("quickstart-2")
