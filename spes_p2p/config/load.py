@@ -140,6 +140,8 @@ def parse_override(override: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals:
         raise ConfigError(f"override {override!r} has no value", fix="write it as section.name=value")
+    if not key:
+        raise ConfigError(f"override {override!r} has no name", fix="write it as section.name=value")
     known = dict(fields_of_tree())
     if key not in known:
         raise _unknown(key)
@@ -206,20 +208,32 @@ def _dump(tree: dict[str, Any], is_flow: bool | None = None) -> str:
 
 
 def _unknown(key: str) -> ConfigError:
-    """Names the nearest known key: one like it in the same section, else this name in another, else any like it."""
+    """Names the nearest known key: in the same section, else in another; by its name, else by its description."""
     leaves = [name for name, _ in fields_of_tree()]
     section, _, name = key.rpartition(".")
     siblings = [leaf for leaf in leaves if leaf.startswith(f"{section}.")] if section else list(Config.model_fields)
     if key in Config.model_fields:  # a section, which is nearest to itself
         fields = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
         return ConfigError(f"unknown key {key}", fix=f"known: {', '.join(fields)}")
-    # Without the section, which would make every field in it look alike.
-    near = difflib.get_close_matches(name, [leaf.rpartition(".")[2] for leaf in siblings], n=1)
-    near = [f"{section}.{leaf}" if section else leaf for leaf in near]
-    near = near or [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
-    near = near or difflib.get_close_matches(key, leaves, n=1)
+    near = _named_like(name, siblings) or _described(name, siblings) or _named_like(name, leaves)
+    near = near or _described(name, leaves) or (None if siblings else _named_like(key, leaves, is_whole=True))
     known = siblings or list(Config.model_fields)
-    return ConfigError(f"unknown key {key}", fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+    return ConfigError(f"unknown key {key}", fix=f"did you mean {near}?" if near else f"known: {', '.join(known)}")
+
+
+def _named_like(name: str, keys: Sequence[str], is_whole: bool = False) -> str | None:
+    """Without the section (not `is_whole`), which would make every field in it look alike."""
+    by_name = {key if is_whole else key.rpartition(".")[2]: key for key in keys}
+    near = difflib.get_close_matches(name, by_name, n=1)
+    return by_name[near[0]] if near else None
+
+
+def _described(name: str, keys: Sequence[str]) -> str | None:
+    """The key whose description has these words (learning_rate), and says least besides."""
+    texts = {key: field.description or "" for key, field in fields_of_tree() if key in keys}
+    words = re.compile(rf"\b{re.escape(name.replace('_', ' '))}\b")
+    found = [key for key, text in texts.items() if len(name) > 3 and words.search(text)]
+    return min(found, key=lambda key: len(texts[key]), default=None)
 
 
 def _explained(found: Sequence[Any], tree: Mapping[str, Any]) -> ConfigError:
