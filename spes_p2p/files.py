@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,6 +82,20 @@ def make_folder(output: Path, flag: str = "--output") -> None:
         raise ConfigError(
             f"the folder {output} of {flag} cannot be created: {reason}", fix=f"choose another with {flag}"
         ) from error
+
+
+@contextmanager
+def made_folder(output: Path) -> Iterator[None]:
+    """As `make_folder`; where the block fails, folders that were made here and are empty go again."""
+    made = [folder for folder in (output, *output.parents) if not os.path.exists(folder)]
+    make_folder(output)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def reserve(path: Path, size: int) -> None:

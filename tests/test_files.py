@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError, StorageBroken, StorageFull
-from spes_p2p.files import check_is_new, make_folder, on_a_sound_disk, whole_file, whole_folder, write_new, write_whole
+from spes_p2p.files import (
+    check_is_new,
+    made_folder,
+    make_folder,
+    on_a_sound_disk,
+    whole_file,
+    whole_folder,
+    write_new,
+    write_whole,
+)
 from tests.state.small import all_files, file_size_limit
 
 
@@ -86,6 +95,26 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         make_folder(tmp_path / "file")
     make_folder(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
+
+
+def test_a_folder_that_was_made_in_vain_goes_again(tmp_path: Path) -> None:
+    def write_in_vain(folder: Path, *files: str) -> None:
+        with made_folder(folder):
+            for name in files:
+                (folder / name).touch()
+            raise ValueError("in vain")
+
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new" / "folder"):
+        with pytest.raises(ValueError, match="in vain"):
+            write_in_vain(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    with pytest.raises(ValueError, match="in vain"):
+        write_in_vain(tmp_path / "new" / "folder", "identity.key")
+    with made_folder(tmp_path / "good"):
+        pass
+    assert (tmp_path / "new" / "folder" / "identity.key").exists()
+    assert (tmp_path / "good").is_dir()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EACCES])

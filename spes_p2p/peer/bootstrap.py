@@ -21,7 +21,7 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest
-from spes_p2p.files import make_folder, on_a_sound_disk
+from spes_p2p.files import made_folder, on_a_sound_disk
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
@@ -101,8 +101,7 @@ async def serve_until(
     """As `run_bootstrap`, but on the running loop and until `stop` is set. Ignores an OSError from `say`."""
     say, ready = unfailing(say), unfailing(ready)
     _check(options)
-    make_folder(options.folder)
-    with on_a_sound_disk(options.folder), contextlib.suppress(Stopped):
+    with contextlib.suppress(Stopped), made_folder(options.folder), on_a_sound_disk(options.folder):
         run = await _read_run(options, say) if options.config_path is not None else None
         await until_stopped(stop, _serve(options, run, say, ready))
 

@@ -20,7 +20,7 @@ from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import held_out_batches, open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError
-from spes_p2p.files import make_folder
+from spes_p2p.files import made_folder
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Event, Step
 from spes_p2p.observe.view import PeerView
@@ -86,10 +86,10 @@ def prepare(options: QuickstartOptions, say: Callable[[str], None]) -> tuple[Pat
     sizes = [f"swarm.min_peers={options.peers}", f"swarm.experts_per_peer={share}"]
     agreed = [*(size for size in sizes if not any(o.startswith(size.split("=")[0]) for o in agreed)), *agreed]
     config = load_config(bundled_config(CONFIG), [*agreed, *local])
-    make_folder(options.output)
-    if any(options.output.iterdir()):
-        raise ConfigError(f"{options.output} is not empty", fix="remove it, or choose another --output")
-    data = _token_shards(options, say)
+    with made_folder(options.output):
+        if any(options.output.iterdir()):
+            raise ConfigError(f"{options.output} is not empty", fix="remove it, or choose another --output")
+        data = _token_shards(options, say)
     return data, changed(config, [f"data.path={data}"]), agreed, local
 
 

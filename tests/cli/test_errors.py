@@ -143,6 +143,7 @@ def test_less_data_than_a_round_needs(tmp_path: Path) -> None:
     node = ("-o", str(tmp_path / "node"))
     words = ("29 training sequences of 128 tokens", "but a round needs 240", "tokenize more text")
     refused(spes_p2p("bootstrap", "--config", "tiny", "--data", few, *node), *words)
+    assert not (tmp_path / "node").exists()
 
 
 def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: Path, tokens: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli.quickstart import _new_folder
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.testing.quickstart import PeerResult, QuickstartOptions, find_problems, prepare
 
 OPTIONS = QuickstartOptions(Path("unused"), peers=2, rounds=3)
@@ -48,6 +48,12 @@ def test_a_wrong_override_leaves_nothing_behind(wrong: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=wrong.split("=")[0]):
         prepare(QuickstartOptions(folder, overrides=(wrong,)), print)
     assert not folder.exists()
+
+
+def test_text_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file matches"):
+        prepare(QuickstartOptions(tmp_path / "q", data=tmp_path / "nowhere"), print)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
