@@ -18,7 +18,7 @@ from spes_p2p.cli.arguments import (
     Port,
     option,
 )
-from spes_p2p.cli.showing import show_hub_bars
+from spes_p2p.cli.showing import loading_torch, show_hub_bars
 
 
 def bootstrap(
@@ -76,8 +76,10 @@ def bootstrap(
     Example: spes-p2p bootstrap --config tiny --data shards --port 31337
     """
     from spes_p2p.cli.output import BackgroundOutput
-    from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
     from spes_p2p.peer.options import NetworkOptions, listening, meeting, parse_data_disk, parse_limit
+
+    with loading_torch():
+        from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
 
     mirrored = None if mirror is None else meeting((mirror,), initial_peers or ())
     network = NetworkOptions(

@@ -197,6 +197,7 @@ def join(
     if nice:
         # before there are threads and children, which have it then too
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    from spes_p2p.cli.showing import loading_torch
     from spes_p2p.cli.watching import Watching
 
     # before torch is loaded: threads that spin while they wait cost a CPU that others use, too, most of its speed
@@ -205,6 +206,7 @@ def join(
         if cores is not None and used is not None and used < cores:
             watching.say(f"--cores {cores}: there {'is' if used == 1 else 'are'} only {used} here")
         watching.say("loading PyTorch")  # seconds; what is wrong with the flags was said before
-        from spes_p2p.peer.run import run_peer
+        with loading_torch():
+            from spes_p2p.peer.run import run_peer
 
         watching.last_words = run_peer(options, watching.bus, watching.say, watching.show, watching.pause)

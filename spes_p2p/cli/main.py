@@ -82,6 +82,8 @@ def main() -> None:
         if sys.argv[1:2] == ["join"] and isinstance(ending.code, int):
             _end_at_once(ending.code)
         raise
+    except KeyboardInterrupt:  # while the commands are loaded
+        sys.exit(INTERRUPTED)
 
 
 def build(commands: Mapping[str, str], groups: Mapping[str, tuple[str, Mapping[str, str]]] = GROUPS) -> typer.Typer:

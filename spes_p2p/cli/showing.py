@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +40,20 @@ def shown_bytes() -> Iterator[Report]:
             bar.update(tasks[what], completed=done, total=total)
 
         yield show
+
+
+@contextmanager
+def loading_torch() -> Iterator[None]:
+    """Ctrl-C ends the process at once: in PyTorch's C++ code a KeyboardInterrupt could be lost, or abort."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def show_hub_bars() -> None:

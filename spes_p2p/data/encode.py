@@ -127,7 +127,6 @@ def _start_worker(tokenizer: Tokenizer, text_field: str, dtype: str) -> None:
     global _worker
     _worker = tokenizer, text_field, dtype
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
@@ -160,8 +159,16 @@ def encoder(processes: int, tokenizer: Tokenizer, text_field: str, dtype: str) -
         initializer=_start_worker,
         initargs=(tokenizer, text_field, dtype),
     )
+
+    def encode(records: list[Record]) -> Callable[[], Encoded]:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker that this starts keeps it so
+        try:
+            return pool.submit(_encode_in_worker, records).result
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
     try:
-        yield lambda records: pool.submit(_encode_in_worker, records).result
+        yield encode
     except BrokenProcessPool as error:
         fix = "if memory ran out, use fewer --processes; the same command resumes from here"
         raise DataError("a tokenizer process was killed", fix=fix) from error

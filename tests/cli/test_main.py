@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
 from spes_p2p import __version__
-from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, PANELS, build, error_lines
+from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, PANELS, build, error_lines, main
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.text import to_type
 from tests.cli.conftest import Organiser
@@ -72,6 +74,37 @@ def test_join_ends_at_once_with_all_that_it_said(tmp_path: Path) -> None:
 def test_interrupt_exits_130_without_a_traceback() -> None:
     result = CliRunner().invoke(SAMPLE, ["interrupted"])
     assert (result.exit_code, result.stderr) == (INTERRUPTED, "")
+
+
+def test_an_interrupt_while_the_commands_are_loaded_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(commands: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spes_p2p.cli.main.build", interrupted)
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert ending.value.code == INTERRUPTED
+
+
+def test_an_interrupt_is_not_lost_to_who_swallows_it_while_torch_is_loaded() -> None:
+    code = """
+import os, signal
+from spes_p2p.cli.showing import loading_torch
+try:
+    with loading_torch():
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("afterwards as ever", flush=True)
+with loading_torch():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+print("lost")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (-signal.SIGINT, "afterwards as ever\n")
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from typer.testing import CliRunner
 
 from spes_p2p.cli import tokenize as command
 from spes_p2p.data import readers
+from spes_p2p.data.encode import encoder
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenize import TokenizeOptions, TokenizeResult, tokenize
+from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import ConfigError, DataError, StorageFull
 from tests.data.piece_makers import is_unaltered
 
@@ -473,3 +476,16 @@ def test_urls_are_kept_in_the_manifest_and_change_nothing_else(corpus: Path, tmp
     with pytest.raises(ConfigError, match="contains a user name or a password") as caught:
         tokenize([str(corpus)], tmp_path / "with", replace(SMALL, urls=("https://me:secret@example.org",)))
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_a_worker_never_hears_of_ctrl_c_not_even_while_it_starts() -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with encoder(2, ByteTokenizer(), "text", "uint16") as encode:
+        wait = encode([readers.Record(1, "text")])
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
+        (worker,) = multiprocessing.active_children()
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+        assert wait().documents == 1
+    mask = int(next(line for line in status.splitlines() if line.startswith("SigBlk:")).split()[1], 16)
+    assert mask >> (signal.SIGINT - 1) & 1
