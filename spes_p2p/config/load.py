@@ -262,10 +262,12 @@ def _joined(fixes: list[str]) -> str:
 
 
 def _is_filled_in(key: str, errors: list[Any], tree: Mapping[str, Any]) -> bool:
-    """Whether nobody wrote that value: it was taken from another key, whose mistake it is."""
+    """Whether nobody wrote that value: it is, or would be, taken from another key, whose mistake it is."""
     section, _, name = key.partition(".")
     keys = tree.get(section)
-    return bool(name) and errors[0]["type"] != "missing" and isinstance(keys, Mapping) and name not in keys
+    if not name or not isinstance(keys, Mapping) or name in keys:
+        return False
+    return errors[0]["type"] != "missing" or "(default: " in str(dict(fields_of_tree())[key].description)
 
 
 def _mistake(key: str, errors: list[Any], tree: Mapping[str, Any]) -> ConfigError:

@@ -18,6 +18,12 @@ from spes_p2p.ids import RUN_ID
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Schedule = tuple[tuple[Natural, Positive], ...]
+MOST_STEPS = 10**12
+"""Of a run; this and the next two are there for slips of the pen: more than anybody will ever train."""
+MOST_SEQUENCES = 2**20
+"""Of a step, and of a block."""
+MOST_TOKENS = 2**24
+"""Of a sequence."""
 
 
 class Section(BaseModel):
@@ -226,8 +232,10 @@ class DataConfig(Section):
         "and with 0 it keeps nothing for others.",
         3,
     )
-    sequence_length: int = agreed("Tokens of one training sequence; each but the first is predicted.", ge=2)
-    block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
+    sequence_length: int = agreed(
+        "Tokens of one training sequence; each but the first is predicted.", ge=2, le=MOST_TOKENS
+    )
+    block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64, le=MOST_SEQUENCES)
     mix: tuple[tuple[Natural, ...], ...] = agreed(
         "Weights of the datasets that data.path lists: stages [until sequence, weight, weight, ...].", ()
     )
@@ -270,7 +278,7 @@ class OptimizerConfig(Section):
     eps: float = agreed("AdamW's epsilon.", 1e-8, gt=0)
     weight_decay: float = agreed("Decoupled weight decay, on every parameter.", 0.1, ge=0)
     grad_clip: float = agreed("Gradients with a norm above this are scaled down to it.", 1.0, gt=0)
-    batch_sequences: Positive = agreed("Sequences in one inner step of one peer.")
+    batch_sequences: Positive = agreed("Sequences in one inner step of one peer.", le=MOST_SEQUENCES)
     micro_batch_sequences: Positive = local(
         "Sequences that go through the device at once. On a GPU, join takes the fastest number that fits, unless it is "
         "told one (default: batch_sequences)."
@@ -320,7 +328,9 @@ class SchedulerConfig(Section):
     )
     warmup_steps: Natural = agreed("Steps over which the learning rate rises from warmup_ratio * lr.")
     warmup_ratio: float = agreed("Learning rate before the first step, as a part of the highest.", 0.0, ge=0, le=1)
-    total_steps: Positive = agreed("Step at which the learning rate has fallen to min_ratio * lr, where it stays.")
+    total_steps: Positive = agreed(
+        "Step at which the learning rate has fallen to min_ratio * lr, where it stays.", le=MOST_STEPS
+    )
     decay_steps: Positive = agreed("Steps over which it falls with wsd (default: a fifth of total_steps).")
     min_ratio: float = agreed("Final learning rate as a share of the highest.", 0.1, ge=0, le=1)
 

@@ -69,6 +69,10 @@ def tiny(*overrides: str) -> Config:
         ("model.document_end=-1", "model.document_end is -1", "at least 0"),
         ("data.sequence_length=1", "data.sequence_length is 1", "set data.sequence_length to at least 2"),
         ("scheduler.warmup_steps=1000", "not below scheduler.total_steps (1000)", "shorten"),
+        (f"scheduler.total_steps={10**29}", f"scheduler.total_steps is {10**29}", "to at most 1000000000000"),
+        ("optimizer.batch_sequences=9999999", "optimizer.batch_sequences is 9999999", "to at most 1048576"),
+        ("data.block_sequences=9999999", "data.block_sequences is 9999999", "to at most 1048576"),
+        ("data.sequence_length=99999999", "data.sequence_length is 99999999", "to at most 16777216"),
         ("scheduler.name=linear", "scheduler.name is 'linear'", "set scheduler.name to one of cosine, wsd"),
         (f"model.num_layers={10**23}", f"num_layers={10**23}, num_experts=8", "which of these numbers is too large"),
         ("model.expert_ffn=9999999999", "more than 1,048,576 expert matrices, or tiles of 65,536 values", "too large"),
@@ -87,6 +91,14 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
         tiny(override)
     assert message in str(error.value)
     assert fix in error.value.fix
+
+
+@pytest.mark.parametrize("wrong", ["scheduler.total_steps=1e29", "model.d_model=", "optimizer.batch_sequences=many"])
+def test_what_would_follow_from_a_wrong_value_is_not_missing(wrong: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny(wrong)
+    assert "missing" not in str(error.value)
+    assert str(error.value).startswith(wrong.partition("=")[0])
 
 
 def test_a_misspelt_key_is_one_mistake_although_the_one_that_was_meant_is_missing() -> None:
