@@ -264,7 +264,7 @@ class RunNode:
                 self._folder / WORDS_FILE,
             )  # fmt: skip
             ends.push_async_callback(watch.stop)
-            lines = introduction(self._config, self._info, self._chain.newest)
+            lines = introduction(self._config, self._info, self._chain.newest, self._mirror is not None)
             addresses, brings_data = network.transport.addresses, self._info.dataset == NO_HASH
             for line in [*lines, *how_to_join(self._contacts.word, options.folder, addresses, brings_data)]:
                 self._say(line)

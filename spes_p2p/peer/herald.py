@@ -44,7 +44,7 @@ def router_warning(config: Config) -> str | None:
     return None if config.model.router_learns else f"warning: {ROUTER_WARNING}"
 
 
-def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[str]:
+def introduction(config: Config, info: RunInfo, newest: Commit | None, is_mirror: bool = False) -> list[str]:
     """Lines that name the run, and say at which round it is or for what it waits."""
     named = [f"run {info.run_id}, fingerprint {info.fingerprint.hex()}"]
     if info.dataset == NO_HASH:
@@ -54,7 +54,8 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[s
     wanted, warnings = config.swarm.min_peers, (expected_coverage(config), router_warning(config))
     begins = f"it starts once {amount_text(wanted, 'peer')} {'has' if wanted == 1 else 'have'} joined"
     if config.swarm.electors == "vouched":
-        begins += ", and somebody who may vote is there: one that you vouch for, or this node with --serve"
+        whom = "one that the organiser vouches for, or a node" if is_mirror else "one that you vouch for, or this node"
+        begins += f", and somebody who may vote is there: {whom} with --serve"
     return [*named, *(warning for warning in warnings if warning is not None), begins]
 
 

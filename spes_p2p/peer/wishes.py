@@ -13,6 +13,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import RUN
+from spes_p2p.sync.organising.seat import LOOKING_ON
 
 PATIENT_LOOKS = 3
 """Heartbeats in which everybody has heard who pauses."""
@@ -114,7 +115,7 @@ def change_vouches(folder: Path, peers: Collection[PeerId], undo: bool) -> tuple
     """All for whom the peer of this folder vouches from now on. Raises ConfigError, StorageFull."""
     known = {*vouches_in(folder)}
     said = tuple(sorted(known - {*peers} if undo else known | {*peers}))
-    if not (folder / RUN).is_dir():
+    if not (folder / RUN).is_dir() or (folder / RUN / LOOKING_ON).exists():
         raise ConfigError(f"{folder} holds no run of a peer", fix="give the folder of a peer that votes with --folder")
     if len(said) > MAX_VOUCHED:
         raise ConfigError(f"{len(said)} peers to vouch for", fix=f"at most {MAX_VOUCHED} fit: forget some with --undo")

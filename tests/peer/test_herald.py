@@ -56,6 +56,8 @@ def test_the_beginning_of_a_run_names_what_it_waits_for() -> None:
     vouched = small_config("swarm.electors=vouched", peers=2)
     assert introduction(vouched, RUN.info, None)[-1].endswith("and somebody who may vote is there: one that you vouch "
                                                               "for, or this node with --serve")  # fmt: skip
+    of_mirror = introduction(vouched, RUN.info, None, is_mirror=True)[-1]
+    assert of_mirror.endswith("is there: one that the organiser vouches for, or a node with --serve")
     assert "2 peers are here, but none may vote; the organiser must vouch for one" in waiting_text(vouched, 2)
     assert all("vote" not in waiting_text(config, 1) for config in (vouched, small_config(peers=2)))
 
