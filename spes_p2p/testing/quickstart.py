@@ -20,7 +20,7 @@ from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import held_out_batches, open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError
-from spes_p2p.files import made_folder
+from spes_p2p.files import made_folder, on_a_sound_disk
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Event, Step
 from spes_p2p.observe.view import PeerView
@@ -86,7 +86,7 @@ def prepare(options: QuickstartOptions, say: Callable[[str], None]) -> tuple[Pat
     sizes = [f"swarm.min_peers={options.peers}", f"swarm.experts_per_peer={share}"]
     agreed = [*(size for size in sizes if not any(o.startswith(size.split("=")[0]) for o in agreed)), *agreed]
     config = load_config(bundled_config(CONFIG), [*agreed, *local])
-    with made_folder(options.output):
+    with made_folder(options.output), on_a_sound_disk(options.output):
         if any(options.output.iterdir()):
             raise ConfigError(f"{options.output} is not empty", fix="remove it, or choose another --output")
         data = _token_shards(options, say)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from spes_p2p.cli.quickstart import _new_folder
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, StorageBroken
 from spes_p2p.testing.quickstart import PeerResult, QuickstartOptions, find_problems, prepare
 
 OPTIONS = QuickstartOptions(Path("unused"), peers=2, rounds=3)
@@ -62,3 +64,12 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="the folder quickstart of --output cannot be created: a file has this name"):
         prepare(QuickstartOptions(Path("quickstart")), print)
     assert _new_folder() == Path("quickstart-2")
+
+
+def test_a_folder_that_may_not_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path, max_bytes: int) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr("spes_p2p.testing.quickstart.build_stdlib_corpus", refuse)
+    with pytest.raises(StorageBroken, match="corpus cannot be read or written: Permission denied"):
+        prepare(QuickstartOptions(tmp_path), print)
