@@ -379,7 +379,7 @@ class RunNode:
         )  # fmt: skip
         while True:
             tokens = {peer: record.token for peer, record in self._announcer.known.items()}
-            self._watch.take(keeper.admitted(self._watch.known, tokens))
+            await keeper.admit(self._watch, tokens)
             await asyncio.sleep(HERALD_SECONDS)
 
     # ---------------------------------------------------------------- for the Announcer

@@ -191,24 +191,46 @@ def change_roll(
                 f"{info.organiser} is the organiser's own node",
                 fix="to end the run: spes-p2p run stop; for a node that takes no part, start it without --serve",
             )
-        known = await known_words(network, info)
-        word = roll(info, known, organisers_sealer(identity, info), vouched, banned, forgotten)
-        assert word.roll is not None
-        if not word.roll.value.is_sane():
-            raise ConfigError(
-                f"{len(word.roll.value.vouched)} peers to vouch for and {len(word.roll.value.banned)} banned ones",
-                fix=f"at most {MAX_VOUCHED} and {MAX_BANNED} fit: forget some with --undo",
-            )
         if vouched and (note := vouching_note(info)):
             say(note)
         if banned:
+            known = await known_words(network, info)
+            before = () if known.roll is None else known.roll.value.banned
             _, newest = await read_run(network, info.run_id, time.time(), info.fingerprint.hex())
-            for line in after_ban(newest, word.roll.value.banned, Faults(config.swarm.faults)):
+            for line in after_ban(newest, {*before, *banned}, Faults(config.swarm.faults)):
                 say(line)
-        await tell(network, info, word)
-        return word.roll.value, None if known.roll is None else known.roll.value
+        return await sign_roll(network, info, organisers_sealer(identity, info), vouched, banned, forgotten)
 
     return visit(meeting, announce)
+
+
+async def sign_roll(
+    network: Network,
+    info: RunInfo,
+    sealer: Sealer,
+    vouched: Collection[PeerId] = (),
+    banned: Collection[PeerId] = (),
+    forgotten: Collection[PeerId] = (),
+) -> tuple[Roll, Roll | None]:
+    """The same on any network, by the organiser's key.
+
+    Another roll, signed in the same moment, may take the place of this one: then it is signed again, on top of that.
+    """
+    before: Roll | None = None
+    while True:
+        known = await known_words(network, info)
+        word = roll(info, known, sealer, vouched, banned, forgotten)
+        assert word.roll is not None
+        made = word.roll.value
+        if not made.is_sane():
+            raise ConfigError(
+                f"{len(made.vouched)} peers to vouch for and {len(made.banned)} banned ones",
+                fix=f"at most {MAX_VOUCHED} and {MAX_BANNED} fit: forget some with --undo",
+            )
+        before = before or (None if known.roll is None else known.roll.value)
+        heard = (await tell(network, info, word)).roll
+        if heard is not None and heard.value == made:
+            return made, before
 
 
 def after_ban(newest: Commit | None, banned: Collection[PeerId], faults: Faults) -> list[str]:

@@ -20,7 +20,7 @@ from spes_p2p.files import NODE_FOLDER, in_folder, write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import MAX_TOKEN_BYTES
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.organiser_words import Words, roll
+from spes_p2p.sync.organiser_words import OrganiserWatch, Words, roll
 from spes_p2p.wire import pack, unpack
 
 PASSES_FILE = "passes"
@@ -102,6 +102,12 @@ class Doorkeeper:
                 f"{path}, which names the passes that were used, is damaged: {error}",
                 fix="restore it from a backup; without it, peers that were forgotten come back by their old passes",
             ) from error
+
+    async def admit(self, watch: OrganiserWatch, tokens: Mapping[PeerId, bytes]) -> None:
+        """Vouches for those who bring a good pass by now."""
+        if self.admitted(watch.known, tokens) != Words():
+            await watch.look()  # what the organiser has just said at another place must be in our roll
+            watch.take(self.admitted(watch.known, tokens))
 
     def admitted(self, known: Words, tokens: Mapping[PeerId, bytes]) -> Words:
         """The organiser's next roll, for those who bring a good pass by now; no words where there is nothing new.

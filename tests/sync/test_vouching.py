@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import electors
+from spes_p2p.consensus.membership import Roll, electors
 from spes_p2p.ids import PeerId
+from spes_p2p.peer.organising import sign_roll
 from spes_p2p.swarm.records import words_key
-from spes_p2p.sync.organiser_words import TTL_SECONDS, Words, roll
+from spes_p2p.sync.organiser_words import TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, roll
+from spes_p2p.sync.passes import Doorkeeper, make_pass
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendWork
@@ -161,5 +163,46 @@ def test_two_thirds_of_those_who_vote_bring_in_whom_they_know_and_strangers_nobo
         await desk.says(banned="c")
         await until(lambda: "c" not in names_of(newest(swarm, "a")))
         await around.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_two_orders_that_are_given_in_one_moment_both_count(tmp_path: Path) -> None:
+    """By two machines with the organiser's key: neither roll knows of the other, and both have the same number."""
+
+    async def main(swarm: MemorySwarm) -> None:
+        around, desk = Surroundings(swarm), Organising(swarm)
+        await begun(swarm, around, desk, "ab")
+        await swarm.until_round(1)
+        sealer = KeySealer(swarm.network.keys.signer(PeerId(ORGANISER)))
+
+        async def order(at: str, **names: list[PeerId]) -> Roll:
+            return (await sign_roll(swarm.network.peer(at), swarm.info, sealer, **names))[0]
+
+        said = await asyncio.gather(order("a desk", vouched=[PeerId("c")]), order("another", banned=[PeerId("x")]))
+        last = max(said, key=lambda one: one.number)
+        assert (last.vouched, last.banned) == (("a", "b", "c"), ("x",))
+        await until(lambda: newest(swarm, "a").roll == last)
+        await around.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_who_brings_a_pass_takes_no_order_back_that_its_node_has_not_heard_yet(tmp_path: Path) -> None:
+    """Nodes look for orders now and then: a ban of this moment is in the DHT, and the roll that they know is older."""
+
+    async def main(swarm: MemorySwarm) -> None:
+        info, check = swarm.info, swarm.network.keys.verify
+        net = swarm.network.peer(ORGANISER)
+        sealer = KeySealer(net.signer)
+        watch = OrganiserWatch(
+            info, net.directory, check, lambda words: None, swarm.server_failures.append, tmp_path / WORDS_FILE
+        )
+        await Organising(swarm).says(banned="x")
+        keeper = Doorkeeper(info, check, sealer, tmp_path / "passes", lambda peer, missing: None, print)
+        await keeper.admit(watch, {PeerId("d"): make_pass(info.fingerprint, PeerId("d"), sealer, 1)})
+        assert watch.known.roll is not None
+        assert (watch.known.roll.value.vouched, watch.known.roll.value.banned) == (("d",), ("x",))
+        await swarm.start_organiser()
 
     in_swarm(tmp_path, main, VOUCHED)
