@@ -123,6 +123,8 @@ class _NextSet:
         for newest in later:
             for piece in newest.slices:
                 made.forget(("handed",), [tile_id for tile_id in piece.tile_ids if not self._waits(piece, tile_id)])
+                if self._me in piece.contributors:  # in another life: this disk is an older copy
+                    made.forget(("sent",), piece.tile_ids)
             owned = self._follow(owned, newest)
             sole = self._hold_back_shared(newest)
         for area in made.areas.values():

@@ -253,6 +253,17 @@ def test_who_missed_rounds_keeps_what_it_did_not_hand_out_since(tmp_path: Path) 
     assert story.kept(2) == NOTHING  # no longer its column
 
 
+def test_what_an_earlier_life_has_sent_is_not_sent_again_from_an_older_copy_of_the_disk(tmp_path: Path) -> None:
+    """The block had its turn in a later round than the first that the copy lacks, and that round counts us."""
+    story = Story(tmp_path)
+    story.stage("sent", 0, 1)
+    story.follow(story.slice(0, B, A, B))
+    assert story.kept(0) == (1, None, None)
+    story.append(story.child())
+    story.append(story.child(story.slice(0, B, A, B)))
+    assert story.kept(0, story.opened()) == NOTHING
+
+
 def test_a_column_that_got_a_second_owner_and_was_handed_out_without_us_is_left_to_be_sent(tmp_path: Path) -> None:
     story = Story(tmp_path)
     story.stage("handed", 1, 1)
