@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,18 @@ from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_con
 class Newcomer:
     """Says that it wants to take part, as `Joining` does."""
 
-    def __init__(self, swarm: MemorySwarm, name: str, intent: Intent | None = None) -> None:
+    def __init__(self, swarm: MemorySwarm, name: str, intent: Intent | None = None, round: int = -1) -> None:
         self.net = swarm.network.peer(name)
         self.name, self.swarm = PeerId(name), swarm
         self.intent = intent or Intent(joining=True, max_columns=2)
-        self.sequence = 0
+        self.sequence, self.round = 0, round
 
     async def speak(self) -> Envelope:
         self.sequence += 1
         status = Status(
-            self.swarm.info.fingerprint, self.name, 1, self.sequence, -1, NO_HASH, Work(), self.intent, Ballots()
-        )
+            self.swarm.info.fingerprint, self.name, 1, self.sequence, self.round, NO_HASH, Work(), self.intent,
+            Ballots(),
+        )  # fmt: skip
         sealed = KeySealer(self.net.signer).seal(status)
         answer = await self.net.transport.call(ORGANISER, pack(Envelope(self.name, (sealed,))), 5.0)
         return EnvelopeChecker(self.net.verifier).open(ORGANISER, answer)
@@ -93,6 +95,39 @@ def test_genesis_is_the_same_after_a_restart(folder: Path) -> None:
         await swarm.start_organiser()
         assert await Newcomer(swarm, "d").asks_for_genesis() == genesis
         assert await a.asks_for_genesis() == genesis
+
+    in_swarm(folder, play)
+
+
+def test_a_node_that_has_lost_its_folder_begins_no_second_run_beside_the_one_that_goes_on(folder: Path) -> None:
+    """By now the members are others than those with whom it began, so genesis would be another one."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abc")
+        genesis = commits(swarm)[0]
+        late = await swarm.add("d")
+        await until(late.driver.core.state.is_member)
+        await swarm.peers[PeerId("a")].kill()
+        await swarm.kill_organiser()
+        shutil.rmtree(folder / ORGANISER)
+        await swarm.start_organiser()
+        await until(lambda: swarm.organiser.chain.length > late.round)
+        assert swarm.organiser.chain.commit(0) == genesis
+        assert not swarm.organiser.waiting
+
+    in_swarm(folder, play)
+
+
+def test_who_only_says_that_the_run_has_begun_does_not_keep_it_from_beginning(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        liar = Newcomer(swarm, "liar", round=7)
+        assert (await liar.speak()).commit is None
+        a, b, c = (Newcomer(swarm, name) for name in "abc")
+        for peer in (a, liar, b, c):
+            genesis = (await peer.speak()).commit
+        assert genesis is not None
+        assert [member.peer for member in genesis.manifest.members] == ["a", "b", "c"]
 
     in_swarm(folder, play)
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.messages import Commit, Status
 from spes_p2p.consensus.rules import genesis_manifest
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.donor import Serving
-from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
+from spes_p2p.sync.genesis import RunInfo, check_genesis, check_same_run, sign_genesis
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
 from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.sync.sealing import SIGNATURES
@@ -44,6 +45,8 @@ class Organiser:
         self.chain = files.chain
         self._run, self._node, self._files = run, node, files
         self._waiting: dict[PeerId, _Waiting] = {}
+        self._is_asking = False
+        """Whether a peer is asked for a genesis that was lost here."""
         self._has_asked = False
         self._door = Door(SIGNATURES, self.chain.names, node.clock)
         self._tasks = Tasks(seat.fatal)
@@ -75,7 +78,11 @@ class Organiser:
         check_same_run(envelope, self._run.info)
         for status in said_by(caller, envelope, self._run.info):
             if self.chain.length == 0 and self.seat.has_key:
-                self._await(status)
+                if status.round < 0:
+                    self._await(status)
+                elif not self._is_asking:
+                    self._is_asking = True
+                    self._tasks.spawn(self._take_genesis_of(caller))
         return pack(Envelope(self._node.me, commit=self.chain.newest))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
@@ -84,6 +91,23 @@ class Organiser:
         return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
     # ---------------------------------------------------------------- genesis
+
+    async def _take_genesis_of(self, holder: PeerId) -> None:
+        """It says that the run has begun: this folder was lost, and a second genesis would split the run."""
+        try:
+            part = await commits_from(self._run.transfers(self._node.transport), holder, 0)
+            if part and self.chain.length == 0:
+                check_genesis(part[0], self._run.info, self._node.checker.check)
+                self._node.say(
+                    f"the run has begun, and its history is not in this folder: peer {short(holder)} gives it"
+                )
+                self.begun(part[0])
+        except (NetworkError, RemoteProtocolError):
+            pass  # anybody may say so
+        except StorageFull as error:
+            self._node.say(f"the run cannot be followed: {error}")
+        finally:
+            self._is_asking = False
 
     def _await(self, status: Status) -> None:
         now = self._node.clock.now()
