@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -60,6 +62,16 @@ class InThread(Protocol):
 
 class WrongSize(RemoteProtocolError):
     """Values for a slice that are more or fewer than it has."""
+
+
+@dataclass
+class _Known:
+    """What the parts of one fetch tell each other of the holders."""
+
+    given: Counter[PeerId] = field(default_factory=Counter)
+    """How many parts each has given."""
+    poor: set[PeerId] = field(default_factory=set)
+    silent: set[PeerId] = field(default_factory=set)
 
 
 class Transfers:
@@ -174,11 +186,12 @@ class Transfers:
 
         Holders that are `sure` to have the tiles (by default the first, with `spread` all) are asked before the others,
         in the order in which they will finish. Tiles of holders that send us little now go first, and among them the
-        rarest. A holder that failed is asked last from then on, one that was waited for in vain no more.
+        rarest. A holder that failed is asked last from then on; one that was waited for in vain, and meanwhile gave no
+        other tiles either, no more.
 
         Raises NetworkError when nobody has some of the tiles, and what `take` raises.
         """
-        ids, poor = list(wanted), dict[PeerId, NetworkError | RemoteProtocolError]()
+        ids, known = list(wanted), _Known()
         have = sure or (lambda: holders if spread else holders[:1])
 
         def place() -> Place:
@@ -194,7 +207,7 @@ class Transfers:
             turn = number % len(holders) if spread and holders else 0
             in_turn = [*holders[turn:], *holders[:turn]]
             sizes, hashes = [size_of(tile_id) for tile_id in part], [wanted[tile_id] for tile_id in part]
-            data = await self._some_tiles(part, sizes, hashes, in_turn, poor, have, place)
+            data = await self._some_tiles(part, sizes, hashes, in_turn, known, have, place)
             await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
 
         at_once = self._at_once(max(map(size_of, ids), default=1))
@@ -207,21 +220,26 @@ class Transfers:
         sizes: Sequence[int],
         hashes: Sequence[Hash],
         holders: Sequence[PeerId],
-        poor: dict[PeerId, NetworkError | RemoteProtocolError],
+        known: _Known,
         have: Callable[[], Sequence[PeerId]],
         place: Callable[[], Place],
     ) -> list[memoryview]:
         async def ask(holder: PeerId) -> list[memoryview]:
+            given = known.given[holder]
             try:
-                return await self._tiles_of(holder, sizes, tuple(hashes))
+                tiles = await self._tiles_of(holder, sizes, tuple(hashes))
             except (NetworkError, RemoteProtocolError) as error:
-                poor[holder] = error
+                known.poor.add(holder)
+                if isinstance(error, PeerSilent) and known.given[holder] == given:  # else it only has a long line
+                    known.silent.add(holder)
                 raise
+            known.given[holder] += 1
+            return tiles
 
         def next_best() -> Iterator[PeerId]:  # other parts may have found out meanwhile who gives nothing
             left = list(holders)
-            while left := [peer for peer in left if not isinstance(poor.get(peer), PeerSilent)]:
-                left.remove(peer := self._in_order(left, have(), poor, sum(sizes))[0])
+            while left := [peer for peer in left if peer not in known.silent]:
+                left.remove(peer := self._in_order(left, have(), known.poor, sum(sizes))[0])
                 yield peer
 
         async with self._turns.turn(place):  # whom to ask is decided when our turn comes

@@ -242,6 +242,30 @@ def test_each_of_those_who_let_us_wait_is_waited_for_once() -> None:
     play(story)
 
 
+def test_who_gives_other_tiles_meanwhile_only_has_a_long_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two donors, each of which lets one request wait too long."""
+    monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 0)  # tiles come one by one
+
+    class Crowded(Holder):
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            blob = await super().on_fetch(caller, request)
+            await asyncio.sleep(10_000.0 if len(self.asked) == 1 else 0.0)
+            return blob
+
+    async def story(site: Site) -> None:
+        for name in (B, C):
+            await site.network.peer(name, StreamLimits(stall_seconds=10_000.0)).transport.serve(Crowded(right))
+        transfers, got = Transfers(site.network.peer(A).transport, LAYOUT, lambda: 5.0, patient=True), set[int]()
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            got.update(tile_id for tile_id, _, _ in tiles)
+
+        await transfers.tiles(WANTED, (B, C), take, spread=True)
+        assert got == set(WANTED)
+
+    play(story)
+
+
 def test_a_state_is_fetched_from_several_holders() -> None:
     async def story(site: Site) -> None:
         holders = [await site.holder(B, right), await site.holder(C, right)]
