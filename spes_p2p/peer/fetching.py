@@ -160,7 +160,10 @@ class RunFetcher:
         theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
         staging = store.staged(manifest.round, label) or store.stage(manifest.round, None, label)  # of a try before
         total = store.layout.num_values * VALUE_BYTES
-        done = VALUE_BYTES * sum(tile.size for tile in store.layout.tiles if staging.has(tile.id))
+        done = 0
+
+        def here() -> int:
+            return VALUE_BYTES * sum(tile.size for tile in store.layout.tiles if staging.has(tile.id))
 
         def report(size: int) -> None:
             nonlocal done
@@ -169,12 +172,12 @@ class RunFetcher:
 
         wanted = dict(enumerate(theirs))
         while True:
-            before = done
+            done = before = here()
             try:
                 await fill_state(staging, wanted, store, self._transfers, holders, in_thread, report)
                 return await in_thread(partial(_published, staging))
             except NetworkError:  # too long a line at a donor, perhaps
-                if done == before:
+                if here() == before:  # not `done`: what was being written when the try ended is not reported
                     raise
 
 

@@ -278,10 +278,12 @@ async def announce(swarm: MemorySwarm, names: Iterable[str], with_head: bool = T
             await directory.publish(key, pack(record), 60.0)
 
 
-async def fetch(swarm: MemorySwarm, folder: Path) -> Fetched:
+async def fetch(
+    swarm: MemorySwarm, folder: Path, report: Callable[[int, int], None] = lambda done, total: None
+) -> Fetched:
     """As somebody who is no peer of the run."""
     reader = swarm.network.peer("reader")
-    return await fetch_newest(reader, folder)
+    return await fetch_newest(reader, folder, report=report)
 
 
 def test_the_newest_state_of_a_live_run_is_fetched_and_exported(tmp_path: Path) -> None:
@@ -353,13 +355,15 @@ def test_a_download_that_takes_many_rounds_gets_the_state_that_it_began_with(tmp
 
 
 def test_a_download_goes_on_as_long_as_tiles_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the line at a donor is long, a fetch is given up now and then."""
+    """Where the line at a donor is long, a fetch is given up now and then, also while it writes to the disk."""
+    told: list[float] = []
 
     async def fill_some(staging: Staging, wanted: Mapping[int, Hash], *rest: Any) -> None:
         missing = {at: name for at, name in wanted.items() if not staging.has(at)}
         some = dict(list(missing.items())[: max(1, len(wanted) // 10)])
-        await fill_state(staging, some, *rest)
-        if len(some) < len(missing):
+        is_last = len(some) == len(missing)
+        await fill_state(staging, some, *(rest if is_last else rest[:-1]))  # without a report
+        if not is_last:
             raise NetworkError("the others did not come in time")
 
     async def play(swarm: MemorySwarm) -> tuple[int, int, int]:
@@ -368,7 +372,7 @@ def test_a_download_goes_on_as_long_as_tiles_come(tmp_path: Path, monkeypatch: p
         await announce(swarm, "abc")
         begun, size = swarm.peers[PeerId("a")].round, 4 * swarm.layout.num_values
         swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
-        fetched = await fetch(swarm, tmp_path / "reader")
+        fetched = await fetch(swarm, tmp_path / "reader", lambda done, total: told.append(done / total))
         fetched.version.verify()
         return begun, fetched.commit.manifest.round, swarm.peers[PeerId("a")].round
 
@@ -376,6 +380,7 @@ def test_a_download_goes_on_as_long_as_tiles_come(tmp_path: Path, monkeypatch: p
     begun, found, newest = in_swarm(tmp_path / "swarm", play, small_config(*MANY))
     assert found <= begun + 1
     assert newest > found
+    assert told[-1] == 1.0
 
 
 def test_who_says_more_than_it_proves_does_not_hide_the_newest_state(tmp_path: Path) -> None:
