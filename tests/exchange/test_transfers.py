@@ -578,15 +578,18 @@ def test_what_one_has_given_is_not_asked_of_another() -> None:
         await site.holder(B, right)
         await site.holder(C, right)
         assert await (await site.begin(B, C)) == WHOLE
+        assert site.transfers._rates.rate(C) < 1.1 * UPLOAD
 
     play_slowly(story)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_what_has_come_is_not_asked_for_again(is_cancelled: bool) -> None:
+@pytest.mark.parametrize("others", [(), (C,)], ids=["alone", "another one refuses"])
+def test_what_has_come_is_not_asked_for_again(is_cancelled: bool, others: tuple[PeerId, ...]) -> None:
     async def story(site: SlowSite) -> None:
         await site.holder(B, right)
-        fetching = await site.begin(B)
+        await site.holder(C, nothing)
+        fetching = await site.begin(B, *others)
         before = site.network.peer(A).transport.traffic.received
         assert 0.25 * WHOLE < before < 0.5 * WHOLE
         if is_cancelled:
@@ -604,6 +607,20 @@ def test_a_wrong_beginning_is_not_blamed_on_who_goes_on_with_it() -> None:
         await site.holder(B, mixed_up)
         await site.holder(C, right)
         assert WHOLE < await (await site.begin(B, C)) <= 2 * WHOLE
+
+    play_slowly(story)
+
+
+def test_who_gave_all_of_what_is_wrong_is_not_asked_once_more() -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, mixed_up)
+        await site.holder(C, nothing)
+        with pytest.raises(NetworkError):
+            await (await site.begin(B, C))
+        site.network.thaw(B)
+        with pytest.raises(NetworkError, match="do not hash to what was asked for"):
+            await site.fetch(B)
+        assert site.network.peer(A).transport.traffic.received <= WHOLE
 
     play_slowly(story)
 
@@ -637,10 +654,12 @@ def test_few_parts_are_kept_and_not_for_ever() -> None:
         kept = site.transfers._kept
         assert len(kept) == 2
         partial = next(iter(kept.values()))[0]
+        await asyncio.sleep(0.5 * KEPT_SECONDS)
         for number in range(20):
             site.transfers._keep((sha256(b"%d" % number),), partial, frozenset())
+        await asyncio.sleep(0.9 * KEPT_SECONDS)
         assert len(kept) == Transfers.PARALLEL
-        await asyncio.sleep(KEPT_SECONDS)
+        await asyncio.sleep(0.1 * KEPT_SECONDS)
         assert not kept
 
     play_slowly(story)
