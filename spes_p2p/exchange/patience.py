@@ -6,8 +6,8 @@ takes at 32 KiB per second. A peer that exceeds its time gets half of it for the
 completes one; so a liar can cost us at most twice the first wait.
 
 Who can wait gets that time for waiting in line, and once more for being sent the blob. That many others ask the same
-peer is not its fault, and does not halve anything; who lets us wait for nothing, or falls silent, is asked after all
-others.
+peer is not its fault, and does not halve anything; who lets us wait for nothing is asked after all others. Who falls
+silent is so for lists; for tiles its rate counts, since it would never be asked again while others give them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Patience:
         self._least_seconds = least_seconds
         self._round_seconds = round_seconds
         self._strikes: Counter[PeerId] = Counter()
+        self._silent: set[PeerId] = set()
 
     def seconds(self, peer: PeerId, size: int) -> float:
         """How long `peer` may take for at most `size` bytes."""
@@ -60,13 +61,21 @@ class Patience:
         """Whether it was given up lately: others are asked first."""
         return peer in self._strikes
 
+    def gave_nothing(self, peer: PeerId) -> bool:
+        """The same, or it fell silent."""
+        return peer in self._strikes or peer in self._silent
+
     def note_timeout(self, peer: PeerId, end: PeerSilent) -> None:
         """It did not come to an end in its time."""
-        self._strikes[peer] += isinstance(end, NeverEnding) and not end.only_waited
+        if isinstance(end, NeverEnding):
+            self._strikes[peer] += not end.only_waited
+        else:
+            self._silent.add(peer)
 
     def note_success(self, peer: PeerId) -> None:
         """It came to an end."""
         self._strikes.pop(peer, None)
+        self._silent.discard(peer)
 
 
 async def fetch_within(  # noqa: PLR0913 (as a transport has them, and its limit)

@@ -324,7 +324,7 @@ class Transfers:
 
     def _given_up_last(self, holders: Sequence[PeerId]) -> list[PeerId]:
         """Who catches up asks for many lists, and may not wait for each of them."""
-        return sorted(holders, key=self._patience.was_given_up)
+        return sorted(holders, key=self._patience.gave_nothing)
 
     async def _list(self, holder: PeerId, request: HashesRequest | WiresRequest) -> tuple[Hash, ...]:
         """A hash for each tile, unchecked."""

@@ -602,6 +602,24 @@ def test_what_has_come_is_not_asked_for_again(is_cancelled: bool, others: tuple[
     play_slowly(story)
 
 
+def test_who_fell_silent_for_a_moment_gives_tiles_again() -> None:
+    """Else its uplink would idle for as long as another one gives everything."""
+
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, right)
+        await site.holder(C, right)
+        await (await site.begin(B, C))
+        site.network.thaw(B)
+        sent, given = site.network.peer(B).transport.traffic, list[int]()
+        for _ in range(4):
+            before = sent.sent
+            await site.fetch(B, C)
+            given.append(sent.sent - before)
+        assert any(given), given
+
+    play_slowly(story)
+
+
 def test_a_wrong_beginning_is_not_blamed_on_who_goes_on_with_it() -> None:
     async def story(site: SlowSite) -> None:
         await site.holder(B, mixed_up)
