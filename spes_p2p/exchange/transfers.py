@@ -40,7 +40,7 @@ from spes_p2p.state.moments import Moments
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Transport
-from spes_p2p.swarm.streams import BlobHead, BlobTooLarge, Partial
+from spes_p2p.swarm.streams import BlobHead, BlobTooLarge, Partial, WrongBytes
 from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
 T = TypeVar("T")
@@ -253,7 +253,7 @@ class Transfers:
             _, data = await self._fetch(holder, TilesRequest(hashes), size, partial=partial)
             return await self._checked(holder, data, sizes, hashes)
         except (NetworkError, RemoteProtocolError, asyncio.CancelledError) as error:
-            is_wrong = isinstance(error, RemoteProtocolError) and partial.received == size
+            is_wrong = isinstance(error, WrongBytes)
             if not is_wrong and partial.head == BlobHead(size, b""):
                 self._keep(hashes, partial, givers | {holder} if partial.received > before else givers)
             if not is_wrong or givers <= {holder}:
@@ -388,7 +388,7 @@ class Transfers:
         # in a thread: the streams go on meanwhile, on another core
         found = await asyncio.get_running_loop().run_in_executor(None, lambda: [hash_tile(part) for part in parts])
         if found != list(hashes):
-            raise RemoteProtocolError(f"{short(holder)} sent tiles that do not hash to what was asked for")
+            raise WrongBytes(f"{short(holder)} sent tiles that do not hash to what was asked for")
         return parts
 
     def _at_once(self, tile_bytes: int) -> int:

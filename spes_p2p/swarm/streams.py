@@ -104,6 +104,10 @@ class BlobTooLarge(RemoteProtocolError):
     """A blob of more bytes than were asked for at most; none of them was read."""
 
 
+class WrongBytes(RemoteProtocolError):
+    """All bytes came, and they are not what they should be."""
+
+
 class ByteStream(Protocol):
     """One open two-way stream; both methods raise PeerClosed when it broke."""
 
@@ -278,7 +282,7 @@ class _Download:
             self._traffic.patient_received += count if self._patient else 0
             await self._traffic.download.take(count, not self._patient)
         if await self._in_time(read_exactly(stream, CHECKSUM_BYTES)) != checksum_bytes(partial.checksum):
-            raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong checksum")
+            raise WrongBytes(f"{self._name} sent {head.total_bytes} bytes with a wrong checksum")
         return head.header, partial.data
 
     async def _read_head(self, stream: ByteStream) -> BlobHead:

@@ -224,7 +224,7 @@ def test_who_was_found_silent_by_one_part_is_not_waited_for_by_another() -> None
 
 @pytest.mark.parametrize("gives_one", [False, True], ids=["gives none", "gives one"])
 def test_each_of_those_who_let_us_wait_is_waited_for_once(gives_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are: others may be found meanwhile. One tile at first does not make each part wait for each."""
+    """However many there are: others may be found meanwhile. Nor does a tile at first make each part wait."""
     monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 0)  # tiles come one by one
 
     class Liar(Waits):
@@ -402,6 +402,14 @@ def test_who_gives_no_list_is_waited_for_once(is_frozen: bool) -> None:
         assert asyncio.get_running_loop().time() - began < 1.0
 
     play(story)
+
+
+def test_who_answers_again_is_not_asked_last() -> None:
+    patience = Patience(lambda: 1.0, lambda: 1.0)
+    patience.note_timeout(B, PeerSilent(""))
+    assert patience.gave_nothing(B)
+    patience.note_success(B)
+    assert not patience.gave_nothing(B)
 
 
 def test_the_run_of_a_stranger() -> None:
@@ -639,15 +647,39 @@ def test_a_wrong_beginning_is_not_blamed_on_who_goes_on_with_it() -> None:
 
 
 def test_who_gave_all_of_what_is_wrong_is_not_asked_once_more() -> None:
+    part = {at: NAMES[at] for at in range(TILES_A_FETCH)}
+
+    async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+        raise AssertionError
+
     async def story(site: SlowSite) -> None:
         await site.holder(B, mixed_up)
         await site.holder(C, nothing)
-        with pytest.raises(NetworkError):
-            await (await site.begin(B, C))
+        fetching = asyncio.create_task(site.transfers.tiles(part, (B, C), take))
+        await asyncio.sleep(2.0)
+        site.network.freeze(B)
+        with pytest.raises(NetworkError, match="refused"):
+            await fetching
         site.network.thaw(B)
         with pytest.raises(NetworkError, match="do not hash to what was asked for"):
-            await site.fetch(B)
-        assert site.network.peer(A).transport.traffic.received <= WHOLE
+            await site.transfers.tiles(part, (B,), take)
+        assert site.network.peer(A).transport.traffic.received == WHOLE / 2
+
+    play_slowly(story)
+
+
+def test_what_one_has_given_whole_outlasts_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(site: SlowSite) -> None:
+        await site.holder(B, right)
+        await site.holder(C, nothing)
+        with monkeypatch.context() as patched:
+            patched.setattr(site.transfers, "_checked", lambda *_: asyncio.sleep(1000.0))
+            fetching = asyncio.create_task(site.fetch(B))
+            await asyncio.sleep(30.0)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+        assert await site.fetch(C, B) == 0
 
     play_slowly(story)
 
