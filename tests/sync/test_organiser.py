@@ -10,9 +10,11 @@ import pytest
 
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.exchange.requests import ChainPart
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.organising.organiser import WAITING_BEATS
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -114,6 +116,43 @@ def test_a_node_that_has_lost_its_folder_begins_no_second_run_beside_the_one_tha
         await until(lambda: swarm.organiser.chain.length > late.round)
         assert swarm.organiser.chain.commit(0) == genesis
         assert not swarm.organiser.waiting
+
+    in_swarm(folder, play)
+
+
+class Holder:
+    """Gives a genesis, once it may."""
+
+    def __init__(self, genesis: Commit) -> None:
+        self.genesis, self.may = genesis, asyncio.Event()
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        raise RemoteProtocolError("no calls here")
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        await self.may.wait()
+        return Blob(pack(ChainPart((pack(self.genesis),))))
+
+
+def test_a_stranger_that_never_answers_does_not_keep_a_node_from_the_genesis_that_it_lost(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        for name in "abc":
+            genesis = (await Newcomer(swarm, name).speak()).commit
+        assert genesis is not None
+        await swarm.kill_organiser()
+        shutil.rmtree(folder / ORGANISER)
+        await swarm.start_organiser()
+        silent, holder = Holder(genesis), Holder(genesis)
+        holder.may.set()
+        for name, handler in (("stranger", silent), ("d", holder)):
+            peer = Newcomer(swarm, name, round=7)
+            await peer.net.transport.serve(handler)
+            await peer.speak()
+        await asyncio.sleep(1.0)
+        assert swarm.organiser.chain.find(0) == genesis
+        silent.may.set()
+        await asyncio.sleep(1.0)
 
     in_swarm(folder, play)
 

@@ -28,6 +28,8 @@ from spes_p2p.wire import pack
 
 WAITING_BEATS = 10
 """A peer that was not heard for so many heartbeats before genesis is no longer waiting."""
+MOST_ASKED = 8
+"""Peers that are asked at once for a genesis that was lost here: some may never be done."""
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Organiser:
         self.chain = files.chain
         self._run, self._node, self._files = run, node, files
         self._waiting: dict[PeerId, _Waiting] = {}
-        self._is_asking = False
-        """Whether a peer is asked for a genesis that was lost here."""
+        self._asked: set[PeerId] = set()
+        """Who is asked for a genesis that was lost here."""
         self._has_asked = False
         self._door = Door(SIGNATURES, self.chain.names, node.clock)
         self._tasks = Tasks(seat.fatal)
@@ -80,8 +82,8 @@ class Organiser:
             if self.chain.length == 0 and self.seat.has_key:
                 if status.round < 0:
                     self._await(status)
-                elif not self._is_asking:
-                    self._is_asking = True
+                elif caller not in self._asked and len(self._asked) < MOST_ASKED:
+                    self._asked.add(caller)
                     self._tasks.spawn(self._take_genesis_of(caller))
         return pack(Envelope(self._node.me, commit=self.chain.newest))
 
@@ -107,7 +109,7 @@ class Organiser:
         except StorageFull as error:
             self._node.say(f"the run cannot be followed: {error}")
         finally:
-            self._is_asking = False
+            self._asked.remove(holder)
 
     def _await(self, status: Status) -> None:
         now = self._node.clock.now()
