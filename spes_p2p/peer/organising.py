@@ -214,7 +214,8 @@ async def sign_roll(
 ) -> tuple[Roll, Roll | None]:
     """The same on any network, by the organiser's key.
 
-    Another roll, signed in the same moment, may take the place of this one: then it is signed again, on top of that.
+    Another roll, signed in the same moment, may take the place of this one: where that lacks the order, it is signed
+    again, on top of that.
     """
     before: Roll | None = None
     while True:
@@ -229,8 +230,16 @@ async def sign_roll(
             )
         before = before or (None if known.roll is None else known.roll.value)
         heard = (await tell(network, info, word)).roll
-        if heard is not None and heard.value == made:
-            return made, before
+        if heard is not None and _has_order(heard.value, vouched, banned, forgotten):
+            return heard.value, before
+
+
+def _has_order(
+    said: Roll, vouched: Collection[PeerId], banned: Collection[PeerId], forgotten: Collection[PeerId]
+) -> bool:
+    """Whether a roll, perhaps one on top of ours, says of these peers what was ordered."""
+    is_there = {*vouched} <= {*said.vouched} and {*banned} <= {*said.banned}
+    return is_there and not {*forgotten} & {*said.vouched, *said.banned}
 
 
 def after_ban(newest: Commit | None, banned: Collection[PeerId], faults: Faults) -> list[str]:

@@ -108,6 +108,7 @@ class Doorkeeper:
         if self.admitted(watch.known, tokens) != Words():
             await watch.look()  # what the organiser has just said at another place must be in our roll
             watch.take(self.admitted(watch.known, tokens))
+            await watch.look()  # and who signs from now on must know of ours
 
     def admitted(self, known: Words, tokens: Mapping[PeerId, bytes]) -> Words:
         """The organiser's next roll, for those who bring a good pass by now; no words where there is nothing new.

@@ -12,7 +12,7 @@ from spes_p2p.consensus.membership import Roll, electors
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.organising import sign_roll
 from spes_p2p.swarm.records import words_key
-from spes_p2p.sync.organiser_words import TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, roll
+from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, roll
 from spes_p2p.sync.passes import Doorkeeper, make_pass
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
@@ -181,6 +181,7 @@ def test_two_orders_that_are_given_in_one_moment_both_count(tmp_path: Path) -> N
 
         said = await asyncio.gather(order("a desk", vouched=[PeerId("c")]), order("another", banned=[PeerId("x")]))
         last = max(said, key=lambda one: one.number)
+        assert last.number <= 3, "each is signed again where it was lost, and not for ever on top of the other"
         assert (last.vouched, last.banned) == (("a", "b", "c"), ("x",))
         await until(lambda: newest(swarm, "a").roll == last)
         await around.stop()
@@ -204,5 +205,36 @@ def test_who_brings_a_pass_takes_no_order_back_that_its_node_has_not_heard_yet(t
         assert watch.known.roll is not None
         assert (watch.known.roll.value.vouched, watch.known.roll.value.banned) == (("d",), ("x",))
         await swarm.start_organiser()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_who_brings_a_pass_takes_no_order_back_that_is_given_in_the_moment_after(tmp_path: Path) -> None:
+    """A roll that is signed and not told yet takes the place of one that others confirm meanwhile."""
+
+    async def main(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        info, check, desk = swarm.info, swarm.network.keys.verify, swarm.network.peer("a desk")
+        sealer = KeySealer(swarm.network.keys.signer(PeerId(ORGANISER)))
+        node, other = (
+            OrganiserWatch(
+                info, swarm.network.peer(name).directory, check, lambda words: None, swarm.server_failures.append,
+                tmp_path / name,
+            )
+            for name in ("node", "other")
+        )  # fmt: skip
+        keeper = Doorkeeper(info, check, sealer, tmp_path / "passes", lambda peer, missing: None, print)
+        for watch in (node, other):
+            await watch.start()
+            await asyncio.sleep(LOOK_SECONDS / 2)
+        await asyncio.sleep(LOOK_SECONDS / 4)  # the other looks first after each pass
+        for peer, banned in ((PeerId(f"d{number}"), PeerId(f"x{number}")) for number in range(4)):
+            await keeper.admit(node, {peer: make_pass(info.fingerprint, peer, sealer, 1)})
+            began = asyncio.get_running_loop().time()
+            await sign_roll(desk, info, sealer, banned=[banned])
+            await asyncio.sleep(began + 3 * LOOK_SECONDS - asyncio.get_running_loop().time())
+            assert other.known.is_banned(banned)
+        await node.stop()
+        await other.stop()
 
     in_swarm(tmp_path, main, VOUCHED)
