@@ -218,7 +218,10 @@ def test_a_long_line_that_begins_without_a_quorum_is_not_held_in_memory(
         assert meeting.ours == ()
         assert meeting.theirs == tuple(line[: len(meeting.theirs)])
         assert 5 < len(meeting.theirs) < 12
+        with pytest.raises(RemoteProtocolError, match="too many"):  # for who stands beside it, all of it counts
+            await ahead.catch_up.meet(1, HOLDER, 18)
         assert await ahead.catch_up.take_up(meeting.theirs, HOLDER, 18) == line[-1]
+        assert await ahead.catch_up.take_up(line, HOLDER, 18) == line[-1]
         assert [ahead.chain.commit(round) for round in range(1, 19)] == line
 
     run_virtual(main())
