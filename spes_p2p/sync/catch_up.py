@@ -132,13 +132,14 @@ class CatchUp:
 
     async def append(self, part: Sequence[Commit], before: Commit | None) -> None:
         """Puts commits that follow `before` on disk, once they are checked."""
-        await self._in_thread(partial(self._append, part, before))
 
-    def _append(self, part: Sequence[Commit], before: Commit | None) -> None:
-        ledger = self._chain.ledger(part[0].manifest.round - 1)
-        check_links(tuple(part), before, ledger, self._info, self._rules, self._check)
-        for commit in part:
-            self._chain.append(commit)
+        def write() -> None:
+            ledger = self._chain.ledger(part[0].manifest.round - 1)
+            check_links(tuple(part), before, ledger, self._info, self._rules, self._check)
+            for commit in part:
+                self._chain.append(commit)
+
+        await self._in_thread(write)
 
     async def meet(self, tip_round: int, holder: PeerId, round: int) -> ForkPoint:
         """What we, at `tip_round`, and `holder`, who says it is at `round`, have on top of our last common manifest.
@@ -184,16 +185,13 @@ class CatchUp:
         low, stride = newest, 1
         while True:
             theirs = await commits_from(self._transfers, holder, low)
-            same = [commit for commit in theirs if self._is_ours(commit, newest)]
+            old = [commit for commit in theirs if commit.manifest.round <= newest]
+            same = [one for one in old if self._chain.has(manifest_hash(one.manifest), one.manifest.round)]
             if same:
                 return same[-1]
             if low == 0:
                 raise RemoteProtocolError(f"{short(holder)} has another genesis, or none")
             low, stride = max(0, low - stride), 2 * stride
-
-    def _is_ours(self, commit: Commit, newest: int) -> bool:
-        round = commit.manifest.round
-        return round <= newest and self._chain.has(manifest_hash(commit.manifest), round)
 
     async def aim(self, newest: Commit, base_round: int, holders: Sequence[PeerId]) -> Commit:
         """The commit whose state to fetch: one that we have begun to fetch if it is still available, else the newest.

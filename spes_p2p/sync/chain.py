@@ -315,25 +315,26 @@ class Chain:
 
     def _name(self, round: int) -> Hash | None:
         """The hash of a manifest, from its child where it cannot be read; None where that cannot be, either."""
+
+        def note(round: int, error: StateError) -> None:
+            if round not in self._unreadable:
+                self._unreadable.add(round)
+                self.problems.append(
+                    f"{error}; the run goes on, but this node cannot give round {round} to others ({error.fix})"
+                )
+
         try:
             return self._files.certificate(round).manifest
         except StateError as error:
-            self._note(round, error)
+            note(round, error)
         newest = self.newest
         if newest is not None and newest.manifest.round == round:
             return newest.certificate.manifest
         try:
             return self._files.certificate(round + 1).parent
         except StateError as error:
-            self._note(round + 1, error)
+            note(round + 1, error)
             return None
-
-    def _note(self, round: int, error: StateError) -> None:
-        if round not in self._unreadable:
-            self._unreadable.add(round)
-            self.problems.append(
-                f"{error}; the run goes on, but this node cannot give round {round} to others ({error.fix})"
-            )
 
     def knows(self, head: Hash, round: int) -> bool:
         """Whether `head` names one of the commits up to `round`."""
