@@ -60,6 +60,8 @@ SPREAD_SECONDS = 2 * LOOK_SECONDS
 MOST_ROUNDS_MORE = 20
 HEARD_SECONDS = 3 * LOOK_SECONDS
 """How long to wait for a node of the run to repeat, and so confirm, what the organiser announced."""
+MOST_SIGNINGS = 5
+"""Of one order: where another takes its place so often, somebody insists on the contrary."""
 
 
 # ---------------------------------------------------------------- the organiser's words
@@ -215,10 +217,10 @@ async def sign_roll(
     """The same on any network, by the organiser's key.
 
     Another roll, signed in the same moment, may take the place of this one: where that lacks the order, it is signed
-    again, on top of that.
+    again, on top of that. Raises NetworkError where the other one comes again and again.
     """
     before: Roll | None = None
-    while True:
+    for _ in range(MOST_SIGNINGS):
         known = await known_words(network, info)
         word = roll(info, known, sealer, vouched, banned, forgotten)
         assert word.roll is not None
@@ -232,6 +234,10 @@ async def sign_roll(
         heard = (await tell(network, info, word)).roll
         if heard is not None and _has_order(heard.value, vouched, banned, forgotten):
             return heard.value, before
+    raise NetworkError(
+        "another order with the organiser's key says the contrary, and was repeated each time that this one was",
+        fix="ask who else has that key what is meant, then repeat the command",
+    )
 
 
 def _has_order(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Roll, electors
+from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.organising import sign_roll
+from spes_p2p.peer.organising import MOST_SIGNINGS, sign_roll
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, roll
 from spes_p2p.sync.passes import Doorkeeper, make_pass
@@ -185,6 +186,37 @@ def test_two_orders_that_are_given_in_one_moment_both_count(tmp_path: Path) -> N
         assert (last.vouched, last.banned) == (("a", "b", "c"), ("x",))
         await until(lambda: newest(swarm, "a").roll == last)
         await around.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_two_orders_of_one_moment_that_contradict_each_other_come_to_an_end(tmp_path: Path) -> None:
+    """Each is signed again where it was lost, but not for ever; what is in force was told so."""
+
+    async def main(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        sealer, peer = KeySealer(swarm.network.keys.signer(PeerId(ORGANISER))), PeerId("x")
+        desks = [swarm.network.peer(name) for name in ("a desk", "another")]
+        watch = OrganiserWatch(
+            swarm.info, swarm.network.peer("node").directory, swarm.network.keys.verify, lambda words: None,
+            swarm.server_failures.append, tmp_path / WORDS_FILE,
+        )  # fmt: skip
+        await watch.start()
+        said = await asyncio.gather(
+            sign_roll(desks[0], swarm.info, sealer, vouched=[peer]),
+            sign_roll(desks[1], swarm.info, sealer, banned=[peer]),
+            return_exceptions=True,
+        )
+        await asyncio.sleep(2 * LOOK_SECONDS)
+        assert watch.known.roll is not None
+        last = watch.known.roll.value
+        assert last.number <= 2 * MOST_SIGNINGS
+        told = [one[0] for one in said if not isinstance(one, BaseException)]
+        assert not told or last in told
+        assert len(told) + sum(isinstance(one, NetworkError) for one in said) == 2
+        assert all(word in (("x",), ()) for word in (last.vouched, last.banned))
+        assert last.vouched != last.banned
+        await watch.stop()
 
     in_swarm(tmp_path, main, VOUCHED)
 
