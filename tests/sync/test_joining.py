@@ -16,7 +16,7 @@ from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal
 from spes_p2p.consensus.rules import Outcome, derived
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
-from spes_p2p.exchange.requests import ChainPart, ChainRequest, unpack_request
+from spes_p2p.exchange.requests import ChainPart, ChainRequest, HashesRequest, pack_request, unpack_request
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Tile, Values
@@ -135,6 +135,56 @@ def test_rounds_that_former_electors_sign_keep_no_newcomer_out(
         await until(counts(swarm, "late"))
         del swarm.peers[ghost.name]
         check_agreement(swarm)
+        await swarm.start_organiser()
+
+    in_swarm(folder, play)
+
+
+class HasTheState(FormerElectors):
+    """Gives a child of genesis that one elector alone has signed, and its state: that of the others' newest round."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        (genesis, child, *_, newest) = commits(swarm)
+        super().__init__(swarm, genesis, child, DEGRADED, 2)
+        self.newest = newest.manifest
+        self.line[1] = self.signed(replace(child.manifest, state_root=self.newest.state_root), DEGRADED)
+        self.transport = swarm.network.peer("liar").transport
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        asked = unpack_request(request)
+        if isinstance(asked, ChainRequest):
+            return await super().on_fetch(caller, request)
+        if isinstance(asked, HashesRequest):
+            request = pack_request(replace(asked, round=self.newest.round))
+        header, data = await self.transport.fetch(PeerId("a"), request, 10.0, 2**30)
+        return Blob(data, header)
+
+
+def test_one_elector_alone_is_not_believed_while_others_have_a_quorum(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where it is asked first, and has the state of its round."""
+    taken: list[Commit | None] = []
+    fetch = joining.Settling._fetch_instead
+
+    async def told(settling: joining.Settling, tip: Commit, reasons: list[str]) -> Commit | None:
+        taken.append(await fetch(settling, tip, reasons))
+        return taken[-1]
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abc")
+        await swarm.until_round(5)
+        await swarm.kill_organiser()
+        liar = HasTheState(swarm)
+        await liar.transport.serve(liar)
+        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=PeerId("liar"))
+        swarm.peers = {ghost.name: ghost, **swarm.peers}
+        monkeypatch.setattr(joining.Settling, "_is_stranger", lambda settling, peer: peer != ghost.name)
+        monkeypatch.setattr(joining.Settling, "_fetch_instead", told)
+        monkeypatch.setattr(joining, "InitialState", OtherArithmetic)
+        await swarm.add("late")
+        assert [commit and commit.certificate.kind for commit in taken] == [QUORUM]
+        del swarm.peers[ghost.name]
         await swarm.start_organiser()
 
     in_swarm(folder, play)
