@@ -262,7 +262,10 @@ def _joined(fixes: list[str]) -> str:
 
 
 def _is_filled_in(key: str, errors: list[Any], tree: Mapping[str, Any]) -> bool:
-    """Whether nobody wrote that value: it is, or would be, taken from another key, whose mistake it is."""
+    """Whether nobody wrote that value: it is, or would be, taken from another key, whose mistake it is.
+
+    Where it is missing, pydantic does not say why; a field that is taken from another one says so in its description.
+    """
     section, _, name = key.partition(".")
     keys = tree.get(section)
     if not name or not isinstance(keys, Mapping) or name in keys:

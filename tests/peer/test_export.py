@@ -334,15 +334,21 @@ def test_a_run_that_goes_on_meanwhile_is_followed(tmp_path: Path) -> None:
     assert found >= stale + 3
 
 
+async def begun_with_a_slow_reader(swarm: MemorySwarm) -> int:
+    """The round of a swarm of three; what they have takes `reader` 15 s to fetch."""
+    await swarm.start(["a", "b", "c"])
+    await swarm.until_round(3)
+    await announce(swarm, "abc")
+    size = 4 * swarm.layout.num_values
+    swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
+    return swarm.peers[PeerId("a")].round
+
+
 def test_a_download_that_takes_many_rounds_gets_the_state_that_it_began_with(tmp_path: Path) -> None:
     """Donors keep it until it is here."""
 
     async def play(swarm: MemorySwarm) -> tuple[int, int, int]:
-        await swarm.start(["a", "b", "c"])
-        await swarm.until_round(3)
-        await announce(swarm, "abc")
-        begun, size = swarm.peers[PeerId("a")].round, 4 * swarm.layout.num_values
-        swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
+        begun = await begun_with_a_slow_reader(swarm)
         started = swarm.clock.now()
         fetched = await fetch(swarm, tmp_path / "reader")
         assert swarm.clock.now() - started < 15.0 / 0.8, "four fifths of the link, from three donors that go on"
@@ -367,11 +373,7 @@ def test_a_download_goes_on_as_long_as_tiles_come(tmp_path: Path, monkeypatch: p
             raise NetworkError("the others did not come in time")
 
     async def play(swarm: MemorySwarm) -> tuple[int, int, int]:
-        await swarm.start(["a", "b", "c"])
-        await swarm.until_round(3)
-        await announce(swarm, "abc")
-        begun, size = swarm.peers[PeerId("a")].round, 4 * swarm.layout.num_values
-        swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
+        begun = await begun_with_a_slow_reader(swarm)
         fetched = await fetch(swarm, tmp_path / "reader", lambda done, total: told.append(done / total))
         fetched.version.verify()
         return begun, fetched.commit.manifest.round, swarm.peers[PeerId("a")].round
