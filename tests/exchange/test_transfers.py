@@ -724,6 +724,13 @@ def test_few_parts_are_kept_and_not_for_ever() -> None:
     play_slowly(story)
 
 
+class EightySeconds(Patience):
+    """Always, whatever was waited for in vain."""
+
+    def seconds(self, peer: PeerId, size: int) -> float:
+        return 80.0
+
+
 def test_a_donor_whose_line_is_too_long_sends_nothing_twice() -> None:
     """Each newcomer has its time for waiting in line, and the last of all parts needs twice as long."""
 
@@ -733,8 +740,7 @@ def test_a_donor_whose_line_is_too_long_sends_nothing_twice() -> None:
         await donor.serve(Holder(right))
 
         async def come(name: str) -> None:
-            patience = Patience(lambda: 20.0, lambda: 0.0)
-            patience.seconds = lambda peer, size: 80.0  # type: ignore[method-assign]
+            patience = EightySeconds(lambda: 20.0, lambda: 0.0)
             transfers = Transfers(network.peer(name).transport, GRID, lambda: 60.0, patience=patience, patient=True)
             missing = dict(NAMES)
 
