@@ -10,7 +10,7 @@ say() { printf '%s\n' "$*" >&2; }
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$candidate"
             return
@@ -33,7 +33,12 @@ if [ ! -x .venv/bin/python ]; then
     rm -rf .venv
     "$python" -m venv .venv
 fi
-pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@" </dev/null; }
+pip() {
+    .venv/bin/python -m pip --quiet --quiet --log .venv/pip.log --disable-pip-version-check "$@" </dev/null || {
+        say "error: not everything could be installed / fix: the end of $PWD/.venv/pip.log says why; then run $0 again"
+        return 1
+    }
+}
 
 installed() { .venv/bin/python -c 'import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))' "$1" 2>/dev/null || true; }
 
