@@ -143,7 +143,7 @@ class MemoryPeer:
 
 
 class MemoryTransport:
-    """The Transport of one MemoryPeer. More than 20 methods, since the port has so many."""
+    """The Transport of one MemoryPeer."""
 
     def __init__(self, network: MemoryNetwork, owner: MemoryPeer, limits: StreamLimits) -> None:
         self._network, self._owner, self._limits = network, owner, limits

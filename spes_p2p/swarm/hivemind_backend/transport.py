@@ -83,10 +83,7 @@ class OwnAddresses:
 
 
 class HivemindTransport:
-    """The Transport of one peer; `attach` before use, and again when another daemon has taken the place of one.
-
-    More than 20 methods, since the port has so many.
-    """
+    """The Transport of one peer; `attach` before use, and again when another daemon has taken the place of one."""
 
     def __init__(self, daemon: Daemon, limits: StreamLimits) -> None:
         self._daemon, self._limits = daemon, limits
