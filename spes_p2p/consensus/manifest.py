@@ -113,6 +113,10 @@ class Manifest:
     audited: tuple[Audited, ...] = ()
     vouched: tuple[PeerId, ...] = ()
 
+    def tile_ids_of(self, peer: PeerId) -> frozenset[int]:
+        """Tiles that its values went into."""
+        return frozenset(tile_id for piece in self.slices if peer in piece.contributors for tile_id in piece.tile_ids)
+
 
 def manifest_hash(manifest: Manifest) -> Hash:
     """The name of a manifest: SHA-256 over those of its packed fields, so that a few of them can be shown alone."""

@@ -191,7 +191,7 @@ class Resumed:
 
         Without a column that this peer owned alone and not alone: what rounding had left of it has become unsent work.
         """
-        tiles = {tile for block in blocks for tile in layout.tile_ids_of(block)}
+        tiles = set(layout.tile_ids_in(blocks))
         was_alone: dict[int, bool] = {}
         for round in range(self.round, tip.round + 1):
             commit = chain.find(round)

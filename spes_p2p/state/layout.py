@@ -156,6 +156,10 @@ class Layout:
         """The global ids of a block's tiles."""
         return self._tile_ranges[block]
 
+    def tile_ids_in(self, blocks: Iterable[int]) -> frozenset[int]:
+        """The same of several blocks together."""
+        return frozenset(tile_id for block in blocks for tile_id in self._tile_ranges[block])
+
     def tiles_of(self, block: int) -> tuple[Tile, ...]:
         """The tiles of a block, in order."""
         tile_range = self._tile_ranges[block]

@@ -120,9 +120,9 @@ class RoundLog:
             return frozenset()
         if me in weightless(self._core.tip.members) and any(entry.peer == me for entry in first.roster):
             return frozenset()  # it counts as tokens, and goes into nothing
-        done = {tile_id for piece in first.slices if me in piece.contributors for tile_id in piece.tile_ids}
+        done = set(first.tile_ids_of(me))
         plan = self._core.state.round.plan
         for index, report in self._core.state.round.all_reports() if plan else ():
             if plan is not None and dict(report.value.left_out).get(me, LOST) != LOST:
                 done.update(plan.value.slices[index].tile_ids)
-        return frozenset(tile_id for block in snapshot.blocks for tile_id in self._layout.tile_ids_of(block)) - done
+        return self._layout.tile_ids_in(snapshot.blocks) - done

@@ -10,7 +10,7 @@ training goes on meanwhile (`sync.overlap`); then TRAINING again, on the new sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.manifest import Contribution, Manifest
@@ -199,7 +199,7 @@ class TrainerMachine:
             return actions + self._lose(GIVEN_AWAY) + self._enter(event.newest, None)
         owned = columns_of(event.newest.ownership, self._rules.me)
         blocks = self.turn.blocks_within(owned)
-        tiles = self._tiles_of(blocks) & uncounted  # a column that another one owns now is the same for everybody
+        tiles = self._layout.tile_ids_in(blocks) & uncounted  # a column of another owner now is the same for all
         self.carries, self.own_steps = bool(tiles), lead
         load = self._load(event.newest, Rebase(tiles, blocks if lead else ()))
         load = replace(load, left_out=self._guests_left_out(event))
@@ -226,9 +226,10 @@ class TrainerMachine:
         turn = self.turn
         if turn is None or event.had_snapshot or (event.counted is not None and not self._rules.takes_turns):
             return [], event.uncounted
-        own = self._tiles_of(turn.blocks)
-        uncounted = own if event.counted is None else own - tiles_taken(event.child, self._rules.me)
-        return [TakeSnapshot(turn)] if self.stage is Stage.TRAINING else [], uncounted
+        own = self._layout.tile_ids_in(turn.blocks)
+        if event.counted is not None and event.child is not None:
+            own -= event.child.tile_ids_of(self._rules.me)
+        return [TakeSnapshot(turn)] if self.stage is Stage.TRAINING else [], own
 
     def _go(self, event: Committed) -> list[Action]:
         left = self._note_counted(event.counted)
@@ -239,7 +240,7 @@ class TrainerMachine:
         self.stage = Stage.LEFT
         owned = columns_of(event.newest.ownership, self._rules.me) or turn.owned
         has_more = self._rules.takes_turns or self.work.tokens > 0
-        rebase = Rebase(self._tiles_of(turn.blocks_within(owned)) & event.uncounted) if has_more else None
+        rebase = Rebase(self._layout.tile_ids_in(turn.blocks_within(owned)) & event.uncounted) if has_more else None
         return [*lost, UseLease(self.place), Depart(owned, event.newest, rebase)]
 
     def _switched(self, event: Switched) -> list[Action]:
@@ -260,7 +261,7 @@ class TrainerMachine:
             return actions + (self._enter(newest, None) if event.is_member else self._stand_aside(newest))
         blocks = way.blocks(newest)
         ahead = tuple(block for block in blocks if block in turn.blocks)
-        go_over = GoOver(self._tiles_of(blocks) - way.taken, blocks, ahead, event.at_once)
+        go_over = GoOver(self._layout.tile_ids_in(blocks) - way.taken, blocks, ahead, event.at_once)
         self.carries, self.own_steps = True, min(steps, newest.steps_per_round)
         return [*actions, UseLease(self.place), self._load(newest, go_over)]
 
@@ -323,9 +324,6 @@ class TrainerMachine:
         lost, self.work = self.work.tokens, Uncounted()
         return [Say(f"{lost:,} tokens of yours do not count: {why}")] if lost else []
 
-    def _tiles_of(self, blocks: Collection[int]) -> frozenset[int]:
-        return frozenset(tile_id for block in blocks for tile_id in self._layout.tile_ids_of(block))
-
 
 @dataclass(frozen=True)
 class Parting:
@@ -380,13 +378,7 @@ class CarryOver:
     @property
     def taken(self) -> frozenset[int]:
         """Tiles of our work that went into the winner."""
-        return tiles_taken(self.child, self.parting.me)
-
-
-def tiles_taken(manifest: Manifest | None, peer: PeerId) -> frozenset[int]:
-    """Tiles of a peer that went into a round; none where it is not known."""
-    slices = manifest.slices if manifest is not None else ()
-    return frozenset(tile_id for piece in slices if peer in piece.contributors for tile_id in piece.tile_ids)
+        return self.child.tile_ids_of(self.parting.me)
 
 
 def outcome_texts(own: int, kept: int, carry_over: CarryOver | None) -> list[str]:
