@@ -39,7 +39,7 @@ class Departure:
         # A run that is over is kept, however seldom checkpoints are saved
         turn = self._machine.turn
         if turn is not None and self._connection.last_round is not None:
-            self._loop.save(turn.manifest, self._loop.values.base, self._machine.work, final=True)
+            self._loop.save(turn.manifest, self._loop.values.base, self._machine.own.uncounted, final=True)
         if self._do_others_go_on():
             self._leave()
 
@@ -67,14 +67,14 @@ class Departure:
         """
         loop, machine = self._loop, self._machine
         until = (self._gate.stopped_at if self._gate.stopping else time.monotonic()) + LEAVE_SECONDS
-        if machine.lead.tokens:  # it is handed in on top of the round that is being synced
+        if machine.own.lead.tokens:  # it is handed in on top of the round that is being synced
             self._take_next(time.monotonic() + LEAVE_SECONDS / 2)
         turn = machine.turn
         if turn is None or not self._connection.is_member():
             return
         is_alone = machine.stage is Stage.TRAINING and not self._connection.others()
-        if is_alone or (not machine.work.tokens and not self._is_missed(turn.manifest)):
-            loop.save(turn.manifest, loop.values.base, machine.work, final=True)
+        if is_alone or (not machine.own.uncounted.tokens and not self._is_missed(turn.manifest)):
+            loop.save(turn.manifest, loop.values.base, machine.own.uncounted, final=True)
             return
         self._hand_in(until)
         self._connection.wishes.leave()
@@ -90,7 +90,7 @@ class Departure:
         if news:
             self._loop.take(news)
         else:
-            tokens = self._machine.lead.tokens
+            tokens = self._machine.own.lead.tokens
             text = f"{tokens:,} tokens of yours do not count: the round before them was not synced in time"
             self._loop.emit(Warning(text))
 
@@ -134,7 +134,7 @@ class Departure:
         loop, newest = self._loop, action.newest
         values = loop.values.masters(newest) if action.rebase is None else loop.values.rebased(newest, action.rebase)
         loop.trainer.adopt(action.owned, values, newest.step)
-        loop.save(newest, self._connection.disk.store.version(newest.round), self._machine.work, final=True)
+        loop.save(newest, self._connection.disk.store.version(newest.round), self._machine.own.uncounted, final=True)
         loop.moments.wait_until_taken(newest, until)
         while time.monotonic() < until and self._connection.are_others_behind(newest.round):
             self._gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)  # the others get it from who has it

@@ -214,7 +214,7 @@ def _train(
         Departure(loop).run()
         if said := farewell.receipt():
             say(said)
-        around.last_words.append(farewell.words(connection.presence.progress.tokens, loop.machine.work.tokens))
+        around.last_words.append(farewell.words(connection.presence.progress.tokens, loop.machine.own.uncounted.tokens))
     finally:
         pause.close()
 

@@ -83,7 +83,7 @@ class StepLimits:
         """
         if self.must_end(share):
             return True
-        has_work = bool(self._machine.work.tokens or self._machine.own_steps)
+        has_work = bool(self._machine.own.uncounted.tokens or self._machine.own.steps)
         return has_work and share < DROP_SHARE and self._gate.should_stop()
 
     def must_end(self, share: float = 0.0) -> bool:
@@ -360,23 +360,21 @@ class TrainingLoop:
             self.trainer.adopt(turn.owned, carried or masters, manifest.step, round_steps=load.own_steps)
             self.trainer.use_bases(self.connection.disk.bases.now, load.left_out)
             self.moments.take(manifest, new)
-            if not self._pause.active or new or self.machine.work.tokens:  # else the last one has it all
-                self.save(manifest, self.values.base, self.machine.work)
+            if not self._pause.active or new or self.machine.own.uncounted.tokens:  # else the last one has it all
+                self.save(manifest, self.values.base, self.machine.own.uncounted)
         self.gate.use(manifest.round)
         if not self._is_ahead and is_due:
             self._evaluator.evaluate(manifest)
 
     def _is_idle(self, load: stages.Load) -> bool:
         """Whether this peer is paused, others have its columns, and it has no work that a round has yet to count."""
-        rebase = load.rebase
-        has_work = (
-            self.machine.work.tokens > 0 or isinstance(rebase, stages.GoOver) or (rebase is not None and rebase.ahead)
-        )
-        return self._pause.active and not (load.turn.owned or self.trainer.owned or has_work)
+        own, rebase = self.machine.own, load.rebase
+        carries = rebase is not None and (isinstance(rebase, stages.GoOver) or rebase.ahead)
+        return self._pause.active and not (load.turn.owned or self.trainer.owned or carries or own.uncounted.tokens)
 
     def _has_committed_model(self) -> bool:
         """Whether the model that is loaded for an evaluation is the committed one."""
-        return self._is_ahead or not (self.machine.work.tokens or self.machine.carries)
+        return self._is_ahead or not (self.machine.own.uncounted.tokens or self.machine.carries)
 
     def dump_round(self, event: Applied) -> None:
         """What went into a round, where that was asked for."""

@@ -195,7 +195,7 @@ class PretendPeer:
         if self._training is not None:
             self._training.cancel()
         turn = self.machine.turn
-        if turn is not None and self.machine.lead.steps:
+        if turn is not None and self.machine.own.lead.steps:
             self.ahead[turn.manifest.round] = {block: self._present.ahead(block) for block in turn.blocks}
         news = news_of(self.machine, (event,), self.chain, self.driver.core.state.is_member())
         self._do(self.machine.handle(news))
@@ -251,7 +251,7 @@ class PretendPeer:
     async def _train(self) -> None:
         """All steps that are to be made, or as far as the lease goes. Ended from outside by the close or the commit."""
         now = self._present
-        while self.machine.steps_left and not now.closing and (data := self.machine.next_positions()) is not None:
+        while self.machine.steps_left and not now.closing and (data := self.machine.own.next_positions()) is not None:
             await asyncio.sleep(self.work.step_seconds)
             self._step(data)
             told = self.swarm.clock.now()
@@ -310,7 +310,7 @@ class PretendPeer:
 
     def _leave_with_a_step(self) -> None:
         """With turns columns are handed out with work that a round counts."""
-        if self.machine.needs_a_step and (data := self.machine.next_positions()) is not None:
+        if self.machine.needs_a_step and (data := self.machine.own.next_positions()) is not None:
             self._step(data)
         self._hand_in()
         if self.machine.stage in (stages.Stage.HANDED_IN, stages.Stage.AHEAD):

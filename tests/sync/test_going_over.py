@@ -140,7 +140,7 @@ def test_a_round_made_alone_is_counted_by_the_others_next_one(
         await back(swarm)
         switch = switch_of(life)
         newest = switch.commit.manifest
-        kept = life.machine.work.tokens
+        kept = life.machine.own.uncounted.tokens
         assert switch.commit.certificate.kind == QUORUM
         assert newest.parent == alone.manifest.parent
         if own in newest.roster:  # heard again before the others' round was over, which has counted it then

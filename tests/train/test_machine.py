@@ -119,7 +119,7 @@ def test_a_round_that_counts_the_work_ends_without_anything_to_carry() -> None:
     assert load.rebase == Rebase(frozenset())
     assert not load.left_out
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 0))
-    assert (machine.work, machine.carries, machine.stage) == (Uncounted(), False, Stage.TRAINING)
+    assert (machine.own.uncounted, machine.carries, machine.stage) == (Uncounted(), False, Stage.TRAINING)
 
 
 def test_what_a_round_left_out_is_carried_and_counted_once() -> None:
@@ -131,13 +131,13 @@ def test_what_a_round_left_out_is_carried_and_counted_once() -> None:
     assert load.rebase == Rebase(frozenset(tile.id for tile in RUN.layout.tiles))
     assert load.left_out == frozenset(range(RUN.layout.num_columns))
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 2 * BATCH))
-    assert (machine.carries, machine.own_steps) == (True, 0)
+    assert (machine.carries, machine.own.steps) == (True, 0)
     train(machine, 1)
     machine.handle(RoundEnded())
     entry = contribution(machine)
     assert entry == Contribution(A, 3 * TOKENS, 3, 3 * BATCH)
     commit(machine, entry)
-    assert (machine.work, machine.carries) == (Uncounted(), False)
+    assert (machine.own.uncounted, machine.carries) == (Uncounted(), False)
 
 
 def test_guest_work_in_a_column_that_only_a_later_round_handed_out_is_left_out() -> None:
@@ -166,7 +166,7 @@ def test_what_is_decided_while_a_peer_trains_is_carried_from_a_snapshot_of_that_
 def test_a_skipped_step_uses_data_and_counts_for_nothing() -> None:
     machine = started()
     machine.handle(StepMade(TOKENS, BATCH, skipped=True))
-    assert (machine.work, machine.own_steps, machine.place.consumed) == (Uncounted(), 0, BATCH)
+    assert (machine.own.uncounted, machine.own.steps, machine.own.place.consumed) == (Uncounted(), 0, BATCH)
 
 
 def test_work_whose_data_was_leased_to_others_is_lost_and_said() -> None:
@@ -191,13 +191,13 @@ def test_steps_made_ahead_belong_to_the_next_round() -> None:
     assert machine.handle(GoAhead()) == [StartAhead()]
     assert machine.steps_left == 3
     train(machine, 2)
-    assert (machine.steps_left, machine.work.tokens) == (1, 2 * TOKENS)
+    assert (machine.steps_left, machine.own.uncounted.tokens) == (1, 2 * TOKENS)
     *_, lease, load = commit(machine, ready)
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset(), load.turn.blocks)
-    assert load.own_steps == machine.own_steps == 2
-    assert (machine.work, lease) == (Uncounted(2 * TOKENS, 2), UseLease(machine.place))
-    assert machine.place.consumed == 2 * BATCH
+    assert load.own_steps == machine.own.steps == 2
+    assert (machine.own.uncounted, lease) == (Uncounted(2 * TOKENS, 2), UseLease(machine.own.place))
+    assert machine.own.place.consumed == 2 * BATCH
 
 
 def test_nothing_is_left_of_a_round_that_is_shorter_than_what_was_made_ahead_of_it() -> None:
@@ -208,7 +208,7 @@ def test_nothing_is_left_of_a_round_that_is_shorter_than_what_was_made_ahead_of_
     machine.handle(GoAhead())
     train(machine, 3)
     commit(machine, ready, newest=replace(after(GENESIS, ready), steps_per_round=1))
-    assert (machine.own_steps, machine.steps_left) == (3, 0)
+    assert (machine.own.steps, machine.steps_left) == (3, 0)
 
 
 def test_who_is_not_named_any_more_stands_aside_until_it_is() -> None:
@@ -230,7 +230,7 @@ def test_another_history_that_parted_earlier_is_begun_as_it_is() -> None:
     assert said == Say(f"{2 * TOKENS + 5:,} of this peer's own tokens are lost with the old history")
     assert isinstance(lease, UseLease)
     assert isinstance(load, Load)
-    assert (load.rebase, machine.work) == (None, Uncounted())
+    assert (load.rebase, machine.own.uncounted) == (None, Uncounted())
 
 
 @pytest.mark.parametrize("since", [0, 1])
@@ -249,7 +249,7 @@ def test_what_a_round_without_a_quorum_counted_goes_over_to_the_history_that_won
     assert isinstance(load, Load)
     blocks = load.turn.blocks
     assert load.rebase == GoOver(frozenset(tile.id for tile in RUN.layout.tiles), blocks, blocks, at_once=False)
-    assert (machine.work, load.own_steps) == (Uncounted(kept * TOKENS, kept), since)
+    assert (machine.own.uncounted, load.own_steps) == (Uncounted(kept * TOKENS, kept), since)
 
 
 def test_what_both_histories_counted_counts_once() -> None:
@@ -260,7 +260,7 @@ def test_what_both_histories_counted_counts_once() -> None:
     commit(machine, ready, is_degraded=True)
     winner = after(GENESIS, ready)
     machine.handle(Switched(winner, True, winner, ready.tokens))
-    assert (machine.work, machine.place) == (Uncounted(), Place(winner.leases.of(A), 0))
+    assert (machine.own.uncounted, machine.own.place) == (Uncounted(), Place(winner.leases.of(A), 0))
 
 
 def test_a_checkpoint_is_gone_on_from_in_the_middle_of_its_round() -> None:
@@ -283,7 +283,7 @@ def test_a_leaver_goes_when_nobody_counts_on_it_with_what_was_not_counted(counte
     depart = commit(machine, contribution(machine) if counted else None, is_member=False)[-1]
     assert isinstance(depart, Depart)
     assert (depart.rebase is None) == counted
-    assert (machine.stage, machine.work.tokens) == (Stage.LEFT, 0 if counted else TOKENS)
+    assert (machine.stage, machine.own.uncounted.tokens) == (Stage.LEFT, 0 if counted else TOKENS)
 
 
 def test_the_last_to_leave_keep_what_they_own_by_the_manifest_that_is_saved() -> None:
@@ -309,7 +309,7 @@ def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again() -> None:
     machine.handle(RoundEnded())
     machine.handle(Leave())
     commit(machine, None)
-    assert (machine.stage, machine.work.tokens) == (Stage.TRAINING, TOKENS)
+    assert (machine.stage, machine.own.uncounted.tokens) == (Stage.TRAINING, TOKENS)
     machine.handle(RoundEnded())
     machine.handle(Leave())
     assert isinstance(commit(machine, contribution(machine), is_member=False)[-1], Depart)
