@@ -53,7 +53,6 @@ class SimProcess:
         self._disk = disk = peer.disk
         self.judge = world.judge
         self.witness = Witness(world.now)
-        self._decided: Commit | None = None
         life = next(world.lives)
         first = int((DAY_SECONDS + world.now - peer.clock_behind_seconds) * 1000) + life
         start = Start(
@@ -117,11 +116,7 @@ class SimProcess:
         return self._world.next_incarnation()
 
     def handled(self) -> None:
-        """A degraded child that others made is judged when the core decides for it."""
-        decided = self.core.state.round.decided
-        if decided is not self._decided and decided is not None and self._name not in decided.certificate.heard:
-            self.judge.saw_taken(self._name, decided, self.guard())
-        self._decided = decided
+        """Nothing hangs on it."""
 
     def before(self, action: do.Action) -> None:
         """Dies where that is planned."""

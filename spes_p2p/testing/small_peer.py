@@ -114,7 +114,6 @@ class SmallStep:
         self._is_durable = False
         self._written = _on_disk(local.disk)
         core = local.core
-        self._decided = core.state.round.decided if core is not None else None
         self._driver = SymbolDriver(core, local.disk, self) if core is not None else None
 
     def take(self, what: tuple[Any, ...]) -> None:
@@ -224,11 +223,6 @@ class SmallStep:
 
     def handled(self) -> None:
         self._note_disk()
-        decided, name = self._core.state.round.decided, self._local.name
-        if decided is not self._decided and decided is not None and name not in decided.certificate.heard:
-            self.judge.saw_commit(decided)
-            self.judge.saw_taken(name, decided, self.guard())
-        self._decided = decided
 
     def before(self, action: do.Action) -> None:
         self.acted = True

@@ -199,9 +199,15 @@ class SymbolDispatcher(Dispatcher):
         votes, candidate = SymbolVotes(disk, around, core.me), SymbolCandidate(core, disk)
         super().__init__(core, votes, chain, candidate, driver, driver, around.now)
         self._around = around
+        self._decided = core.state.round.decided
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
         self._around.handled()
+        me, decided = self.core.me, self.core.state.round.decided
+        if decided is not self._decided and decided is not None and me not in decided.certificate.heard:
+            self._around.judge.saw_commit(decided)  # a degraded child that others made is judged already now
+            self._around.judge.saw_taken(me, decided, self._around.guard())
+        self._decided = decided
         receivers = [action.to for action in actions if isinstance(action, do.Send)]
         if len(set(receivers)) < len(receivers):
             raise Violation("storm", f"{self.core.me} sends two envelopes to one peer for one event: {receivers}")
