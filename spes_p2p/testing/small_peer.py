@@ -51,6 +51,13 @@ class Local:
     sequence: int = FIRST_SEQUENCE
     witness: Witness | None = None
 
+    @property
+    def running(self) -> tuple[Consensus, Witness]:
+        """Of a peer that is up."""
+        assert self.core is not None
+        assert self.witness is not None
+        return self.core, self.witness
+
 
 class PathJudge(Judge):
     """A judge for whom one step is all of history: what was before stands in the record on disk."""
@@ -90,15 +97,89 @@ class Setting:
         return judge
 
 
-class SmallStep:
-    """One event at one peer: the `Surroundings` of its driver.
+def small_step(
+    setting: Setting, snapshots: Snapshots, local: Local, remains: Callable[[], int], what: tuple[Any, ...]
+) -> SmallSurroundings:
+    """Something happens to a peer: a start, a heartbeat, a message, or a piece of work with what others bring to it.
+
+    Raises Violation. `remains` says what a crash would leave of it now.
+    """
+    around = SmallSurroundings(setting, snapshots, local, remains)
+    if what == ("start",):
+        _start(setting, local)
+    core, witness = local.running
+    driver = SymbolDriver(core, local.disk, around)
+    match what:
+        case ("start",):
+            driver.dispatcher.start()
+            driver.tell(on.ClockTicked())
+        case ("tick",):
+            _grow_older(snapshots, local)
+            driver.tell(on.ClockTicked())
+        case ("receive", message):
+            if core.tip.round == 0:  # then there is nothing left to judge by it
+                witness.hear(core, message, 0.0)
+                witness.look(core, local.disk.is_on_chain, 0.0)
+            driver.tell(on.MessageReceived(message))
+        case ("work", at, *brought):
+            work, local.todo = local.todo[at], local.todo[:at] + local.todo[at + 1 :]
+            around.others = Brought(setting, work, tuple(brought))
+            if work == TRAIN:
+                _train(setting, local, driver)
+            else:
+                under_way = driver.work(work)
+                while driver.go_on(under_way) is not None:
+                    pass
+                around.handled()  # for what the work has written last
+        case _:
+            raise ValueError(f"nothing is known of {what}")
+    return around
+
+
+def _start(setting: Setting, local: Local) -> None:
+    disk, name = local.disk, local.name
+    intent = Intent(joining=True, serving=name in setting.servers)
+    others = tuple(peer for peer in setting.names if peer != name)
+    begin = Start(
+        disk.incarnation, disk.tip, disk.tip_commit, disk.record, intent, local.sequence, others,
+        ledger=disk.ledger(disk.tip.round),
+    )  # fmt: skip
+    identity = Identity(name, setting.rules, FakeSealer(name), check_fake)
+    local.core = setting.core_class.begin(identity, begin, FixedPace(HEARTBEAT_SECONDS), 0.0)
+    local.lives += 1
+    local.todo = (TRAIN,) if not disk.chain and name not in setting.servers else ()
+    local.witness = Witness(0.0)
+
+
+def _grow_older(snapshots: Snapshots, local: Local) -> None:
+    core, witness = local.running
+    snapshots.age(core)
+    snapshots.age_witness(witness)
+    witness.look(core, local.disk.is_on_chain, 0.0)
+    if local.disk.record is not None:
+        local.disk.record = snapshots.aged(local.disk.record)
+
+
+def _train(setting: Setting, local: Local, driver: SymbolDriver) -> None:
+    core = driver.core
+    if core.tip.round > 0:
+        return
+    sequences = STEPS * BATCH_SEQUENCES
+    work = Work(True, sequences * SEQUENCE_TOKENS, STEPS, sequences, expected_tokens=sequences * SEQUENCE_TOKENS)
+    number = 100 * setting.names.index(local.name) + local.lives
+    positions = trained_positions(core.tip, local.name, sequences)
+    local.trained = Trained(number, local.name, core.tip_hash, work, positions)
+    driver.tell(on.TrainingProgressed(work))
+
+
+class SmallSurroundings:
+    """The `Surroundings` of a peer's driver for one event, and what is seen of it.
 
     `sends` are the messages that left, `crashes` where the process may die on the way: (what `remains` says of it, how
-    many of the messages had left). More than 20 methods, since it is all that a driver has around it.
+    many of the messages had left).
     """
 
     def __init__(self, setting: Setting, snapshots: Snapshots, local: Local, remains: Callable[[], int]) -> None:
-        self._setting = setting
         self._snapshots = snapshots
         self._local = local
         self._remains = remains
@@ -113,101 +194,6 @@ class SmallStep:
         self.trainer = OneRound(local)
         self._is_durable = False
         self._written = _on_disk(local.disk)
-        core = local.core
-        self._driver = SymbolDriver(core, local.disk, self) if core is not None else None
-
-    def take(self, what: tuple[Any, ...]) -> None:
-        """Something happens: a start, a heartbeat, a message, or a piece of work with what others bring to it."""
-        match what:
-            case ("start",):
-                self._start()
-            case ("tick",):
-                self._grow_older()
-                self._the_driver.tell(on.ClockTicked())
-            case ("receive", message):
-                if self._core.tip.round == 0:  # then there is nothing left to judge by it
-                    self._witness.hear(self._core, message, 0.0)
-                    self._witness.look(self._core, self._local.disk.is_on_chain, 0.0)
-                self._the_driver.tell(on.MessageReceived(message))
-            case ("work", at, *brought):
-                todo = self._local.todo
-                self._local.todo = todo[:at] + todo[at + 1 :]
-                self.others = Brought(self._setting, todo[at], tuple(brought))
-                self._do(todo[at])
-            case _:
-                raise ValueError(f"nothing is known of {what}")
-
-    def _start(self) -> None:
-        local, setting = self._local, self._setting
-        disk, name = local.disk, local.name
-        intent = Intent(joining=True, serving=name in setting.servers)
-        others = tuple(peer for peer in setting.names if peer != name)
-        begin = Start(
-            disk.incarnation, disk.tip, disk.tip_commit, disk.record, intent, local.sequence, others,
-            ledger=disk.ledger(disk.tip.round),
-        )  # fmt: skip
-        identity = Identity(name, setting.rules, FakeSealer(name), check_fake)
-        local.core = setting.core_class.begin(identity, begin, FixedPace(HEARTBEAT_SECONDS), 0.0)
-        local.lives += 1
-        local.todo = (TRAIN,) if not disk.chain and name not in setting.servers else ()
-        local.witness = Witness(0.0)
-        self._driver = SymbolDriver(local.core, disk, self)
-        self._driver.dispatcher.start()
-        self._the_driver.tell(on.ClockTicked())
-
-    def _grow_older(self) -> None:
-        self._snapshots.age(self._core)
-        self._snapshots.age_witness(self._witness)
-        self._witness.look(self._core, self._local.disk.is_on_chain, 0.0)
-        if self._local.disk.record is not None:
-            self._local.disk.record = self._snapshots.aged(self._local.disk.record)
-
-    def _do(self, work: Any) -> None:
-        if work == TRAIN:
-            self._train()
-            return
-        driver = self._the_driver
-        under_way = driver.work(work)
-        while driver.go_on(under_way) is not None:
-            pass
-        self._note_disk()
-
-    def _train(self) -> None:
-        core, local = self._core, self._local
-        if core.tip.round > 0:
-            return
-        sequences = STEPS * BATCH_SEQUENCES
-        work = Work(True, sequences * SEQUENCE_TOKENS, STEPS, sequences, expected_tokens=sequences * SEQUENCE_TOKENS)
-        number = 100 * self._setting.names.index(local.name) + local.lives
-        positions = trained_positions(core.tip, local.name, sequences)
-        local.trained = Trained(number, local.name, core.tip_hash, work, positions)
-        self._the_driver.tell(on.TrainingProgressed(work))
-
-    @property
-    def _core(self) -> Consensus:
-        assert self._local.core is not None
-        return self._local.core
-
-    @property
-    def _the_driver(self) -> SymbolDriver:
-        assert self._driver is not None
-        return self._driver
-
-    @property
-    def _witness(self) -> Witness:
-        assert self._local.witness is not None
-        return self._local.witness
-
-    # ---- crashes ----
-
-    def _note_disk(self) -> None:
-        """It may die as soon as something was written."""
-        if _on_disk(self._local.disk) != self._written:
-            self._written = _on_disk(self._local.disk)
-            self.crashes.append((self._remains(), len(self.sends)))
-            self._is_durable = False
-
-    # ---- Surroundings ----
 
     def now(self) -> float:
         return 0.0
@@ -222,7 +208,11 @@ class SmallStep:
         return None
 
     def handled(self) -> None:
-        self._note_disk()
+        """It may die as soon as something was written."""
+        if _on_disk(self._local.disk) != self._written:
+            self._written = _on_disk(self._local.disk)
+            self.crashes.append((self._remains(), len(self.sends)))
+            self._is_durable = False
 
     def before(self, action: do.Action) -> None:
         self.acted = True
@@ -245,7 +235,8 @@ class SmallStep:
         """Nobody reads it."""
 
     def guard(self) -> Guard:
-        return self._witness.guard(self._core, self._local.disk.is_on_chain, 0.0)
+        core, witness = self._local.running
+        return witness.guard(core, self._local.disk.is_on_chain, 0.0)
 
     def new_incarnation(self) -> int:
         return self._local.disk.incarnation + 1
@@ -262,8 +253,8 @@ class OneRound:
 
     def stands_on(self, commits: Sequence[Commit], switched: bool) -> None:
         """Who was heard makes no difference any more."""
-        assert self._local.witness is not None
-        self._local.witness.heard.clear()
+        _, witness = self._local.running
+        witness.heard.clear()
 
     def goes_on(self) -> None:
         """There is no other round."""

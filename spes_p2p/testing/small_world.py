@@ -25,7 +25,7 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.testing.judge import Judge
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
-from spes_p2p.testing.small_peer import Local, Setting, SmallStep
+from spes_p2p.testing.small_peer import Local, Setting, small_step
 from spes_p2p.testing.snapshots import Snapshots
 from spes_p2p.wire import pack
 
@@ -123,11 +123,9 @@ class StepTable:
         if local.core is None and what[0] != "start":
             return Step(at, (), (), ())
         given = ("receive", self.things[what[1]]) if what[0] == "receive" else what
-        taken = SmallStep(self.setting, self.snapshots, local, lambda: self._remains(local))
-        taken.take(given)
+        taken = small_step(self.setting, self.snapshots, local, lambda: self._remains(local), given)
         sends = [(self.setting.names.index(to), self.id_of(envelope)) for to, envelope in taken.sends]
-        core = local.core
-        assert core is not None
+        core, _ = local.running
         self.fired.update(core.fired)
         decided = [commit for commit in (core.state.round.decided, core.state.own.commit) if commit is not None]
         after = self.keep(local)

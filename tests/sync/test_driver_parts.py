@@ -15,7 +15,7 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.sync.dispatcher import RETRY_HEARTBEATS, Dispatcher
 from spes_p2p.testing.sim import Weather, World
-from spes_p2p.testing.small_peer import Local, SmallStep
+from spes_p2p.testing.small_peer import Local, small_step
 from spes_p2p.testing.small_world import SmallWorld
 
 
@@ -40,7 +40,7 @@ def core_of(local: Local) -> Consensus:
 
 def finish(world: SmallWorld, local: Local, at: int) -> None:
     """The work ends, and nobody gives anything for it."""
-    SmallStep(world.table.setting, world.snapshots, local, lambda: 0).take(("work", at))
+    small_step(world.table.setting, world.snapshots, local, lambda: 0, ("work", at))
 
 
 def disk_was_full(local: Local) -> None:
