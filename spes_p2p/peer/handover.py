@@ -70,17 +70,17 @@ class HandOver:
             return
         wanted = [
             column
-            for column in self._trainer.owned
+            for column in self._trainer.rank.owned
             if new_owners(trained_on.ownership, newest.ownership, column) - {self._me}
         ]
-        gone = [column for column in self._trainer.owned if not newest.ownership[column]]
+        gone = [column for column in self._trainer.rank.owned if not newest.ownership[column]]
         self._offer(newest.parent, [*wanted, *gone], float("inf"))
         if (shelf := self._connection.disk.moments) is not None:
             self._orphans |= {column: (newest.column_rounds[column], shelf.on_offer(column)) for column in gone}
 
     def offer_all(self, trained_on: Manifest) -> None:
         """Keeps all of them: this peer is about to leave, and does not know yet who comes after it."""
-        self._offer(manifest_hash(trained_on), self._trainer.owned, time.monotonic() + OFFER_SECONDS)
+        self._offer(manifest_hash(trained_on), self._trainer.rank.owned, time.monotonic() + OFFER_SECONDS)
 
     def _offer(self, head: Hash, columns: Collection[int], until: float) -> None:
         shelf = self._connection.disk.moments
@@ -110,7 +110,7 @@ class HandOver:
         staying = {member.peer for member in newest.members} - {self._me}
         heirs = {
             column: new_owners(parent.ownership, newest.ownership, column) - {self._me}
-            for column in self._trainer.owned
+            for column in self._trainer.rank.owned
             if not staying & set(parent.ownership[column])
         }
         while shelf is not None and time.monotonic() < until:

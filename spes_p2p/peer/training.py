@@ -228,7 +228,7 @@ class TrainingLoop:
             return True
         if self._pause.active:
             self.connection.presence.progress.tokens_per_second = 0.0
-            if len(self.trainer.owned):  # in every round: an heir may come, and take them over, in any
+            if len(self.trainer.rank.owned):  # in every round: an heir may come, and take them over, in any
                 self.train_one_step(time.monotonic() + LEAVE_SECONDS)
         if not self.gate.stopping and not self.limits.is_over():  # how to leave is decided in `departure`
             self.hand_in()
@@ -342,7 +342,7 @@ class TrainingLoop:
         if load.rebase is not None:
             if not is_idle:
                 self.trainer.wake()  # what was trained may be read when the new state is loaded
-            is_read_late = turn.owned != self.trainer.owned or is_due  # the model changes before it is read
+            is_read_late = turn.owned != self.trainer.rank.owned or is_due  # the model changes before it is read
             carried = self.values.rebased(manifest, load.rebase, is_read_late)
         masters = self.values.begin(turn)
         self.trainer.use_decay(manifest.decay)
@@ -350,7 +350,7 @@ class TrainingLoop:
         if load.restored:
             self.trainer.use_bases(self.connection.disk.bases.now)
         else:
-            new = set(turn.owned) - set(self.trainer.owned)
+            new = set(turn.owned) - set(self.trainer.rank.owned)
             if is_idle:  # from here on the device is free
                 self.trainer.park()
                 carried = carried if self.config.sync.takes_turns else None  # without turns that is the new state
@@ -368,9 +368,9 @@ class TrainingLoop:
 
     def _is_idle(self, load: stages.Load) -> bool:
         """Whether this peer is paused, others have its columns, and it has no work that a round has yet to count."""
-        own, rebase = self.machine.own, load.rebase
+        rebase, columns = load.rebase, load.turn.owned or self.trainer.rank.owned
         carries = rebase is not None and (isinstance(rebase, stages.GoOver) or rebase.ahead)
-        return self._pause.active and not (load.turn.owned or self.trainer.owned or carries or own.uncounted.tokens)
+        return self._pause.active and not (columns or carries or self.machine.own.uncounted.tokens)
 
     def _has_committed_model(self) -> bool:
         """Whether the model that is loaded for an evaluation is the committed one."""

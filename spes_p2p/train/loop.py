@@ -45,7 +45,7 @@ def run_inner_steps(
     """
     started = time.perf_counter()
     should_drop = should_drop or (lambda share: should_stop())
-    size = trainer.config.optimizer.batch_sequences
+    size = trainer.rank.config.optimizer.batch_sequences
     done = 0
     while done < steps and not should_stop() and _has(loader, size, should_stop):
         place = loader.state_dict()

@@ -52,8 +52,11 @@ class RankTrainer:
         make_model: Callable[[Config, torch.device], TrainedModel] = TrainedTransformer,
     ) -> None:
         self.config, self.layout, self.ranks = config, layout, ranks
+        """`config` as given, or with less memory where that had to be."""
         self.step = 0
+        """The committed global step that was adopted last."""
         self.round_steps = 0
+        """Own inner steps since then, without skipped ones."""
         self.decay: Decay | None = None
         """The organiser's word on the learning rate, as the newest manifest has it."""
         self.gradient_bytes = 0
@@ -84,7 +87,18 @@ class RankTrainer:
 
     @property
     def owned(self) -> tuple[int, ...]:
+        """The expert columns trained here, rising."""
         return self.model.owned
+
+    @property
+    def held(self) -> Held:
+        """What this rank's tensors take."""
+        trained = [values for _, _, values in self.trained_tensors()]
+        trained += [values for group in self.optimizer.guests.values() for values in group.tensors.values()]
+        every = (*self.model.parameters(), *self.model.buffers(), *trained)
+        storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in every}
+        size = sum(values.nbytes for values in trained)
+        return Held(sum(storages.values()), size, self.gradient_bytes, self.optimizer.nbytes)
 
     def adopt(self, owned: tuple[int, ...], step: int, keep_moments: bool, round_steps: int = 0) -> None:
         """Starts a round that trains `owned` from global step `step`, whose values `load_block` brings.
@@ -155,7 +169,7 @@ class RankTrainer:
         if self.forward is None:
             raise LocalProtocolError("train_step before the first adopt: the model has no values")
         if not self._rehearsed:
-            self._prepare(self.forward, batch)
+            self._rehearse(self.forward, batch)
         started, random = time.perf_counter(), random_state(self.ranks.device)
         scale = self.loss_scale.value
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
@@ -225,22 +239,19 @@ class RankTrainer:
             return group.moments[name]
         return whole_moments(self.ranks, group.tensors[name].shape, group.moments[name])
 
-    def _prepare(self, forward: nn.Module, batch: Batch) -> None:
-        """Before the first gradient after a change of columns: moments are made while there are no activations yet."""
-        if self.ranks.world_size > 1:
-            self._rehearse(forward, batch)
-        else:
-            self.optimizer.reserve()
-            self._rehearsed = True
-
     def _rehearse(self, forward: nn.Module, batch: Batch) -> None:
-        """Reduces memory use until a gradient fits on every rank, before the ranks wait for each other in a step.
+        """Before the first gradient after a change of columns: makes the moments, while there are no activations yet.
 
+        With several ranks, reduces memory use until a gradient fits on each, before they wait for each other in a step.
         A rank that runs out of memory in the middle of a step would leave the others in an exchange that never ends.
         So the first gradient after a change of columns is made twice, the first time without exchange: later ones need
         as much, whatever the tokens. Raises SpesError, at every rank, where nothing is left to save.
         """
         world_size = self.ranks.world_size
+        if world_size == 1:
+            self.optimizer.reserve()
+            self._rehearsed = True
+            return
         while True:
             micro = self.config.optimizer.micro_batch_sequences
             some = batch.first(min(len(batch.tokens), 2 * micro * world_size))
@@ -347,16 +358,6 @@ def totals_of(
     width = count_LE.shape[1]
     counts = tuple(tuple(map(int, flat[at : at + width])) for at in range(0, len(flat), width or 1))
     return losses, norm_value, counts
-
-
-def held_by(rank: RankTrainer) -> Held:
-    """What the tensors of a rank take."""
-    trained = [values for _, _, values in rank.trained_tensors()]
-    trained += [values for group in rank.optimizer.guests.values() for values in group.tensors.values()]
-    every = (*rank.model.parameters(), *rank.model.buffers(), *trained)
-    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in every}
-    size = sum(values.nbytes for values in trained)
-    return Held(sum(storages.values()), size, rank.gradient_bytes, rank.optimizer.nbytes)
 
 
 def value_hashes(rank: RankTrainer) -> list[str]:

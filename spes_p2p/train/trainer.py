@@ -26,7 +26,6 @@ from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
 from spes_p2p.train.memory import (
-    Held,
     free_and_total_bytes,
     is_out_of_memory,
     least_free_and_total_bytes,
@@ -37,7 +36,7 @@ from spes_p2p.train.memory import (
 from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, outline, private_state
-from spes_p2p.train.rank import RankTrainer, held_by, value_hashes
+from spes_p2p.train.rank import RankTrainer, value_hashes
 from spes_p2p.train.step import ShouldDrop, StepResult, never
 
 __all__ = ["StepResult", "Trainer"]
@@ -74,37 +73,16 @@ class Trainer:
         """Micro-batches of which the fastest is taken before the next step, if there are any."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
-        self.is_parked = False
-        """Whether the tensors are off the device."""
         self._late_state: tuple[BlockSource, int, bool] | None = None
         self._late_bases: list[tuple[dict[int, Basis], frozenset[int]]] = []
         build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
         with build, telling_of_memory("making the model"):
-            self._rank = rank_trainer(config, layout, self._ranks)
-
-    @property
-    def config(self) -> Config:
-        """As given, or with less memory where that had to be."""
-        return self._rank.config
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """The expert columns trained here, rising."""
-        return self._rank.owned
-
-    @property
-    def step(self) -> int:
-        """The committed global step that was adopted last."""
-        return self._rank.step
-
-    @property
-    def round_steps(self) -> int:
-        """Own inner steps since then, without skipped ones."""
-        return self._rank.round_steps
+            self.rank = rank_trainer(config, layout, self._ranks)
+            """What rank 0 holds, to be read. What all ranks do is called here, so that the others hear of it."""
 
     def take_notes(self) -> list[str]:
         """What there is to say of the last steps, once."""
-        notes, self._rank.notes = self._rank.notes, []
+        notes, self.rank.notes = self.rank.notes, []
         return notes
 
     def park(self) -> None:
@@ -113,18 +91,16 @@ class Trainer:
         Only a new state of which no column is trained here waits too: `adopt` keeps the last one and reads its values
         when all is back, so it must be there until the next `adopt` or `wake`.
         """
-        if not self.is_parked:
+        if self.rank.parked is None:
             with self._command("park"):
-                self._rank.park()
-            self.is_parked = True
+                self.rank.park()
 
     def wake(self) -> None:
         """Brings everything back as it was, then the state that came meanwhile. Raises SpesError for want of memory."""
-        if not self.is_parked:
+        if self.rank.parked is None:
             return
-        self.is_parked = False  # what follows are calls as usual
         with self._command("wake"), telling_of_memory("going on after a pause"):
-            self._rank.wake()
+            self.rank.wake()
         state, late_bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, []
         if state is not None:
             values, step, keep_moments = state
@@ -132,19 +108,14 @@ class Trainer:
         for bases, left_out in late_bases:
             self.use_bases(bases, left_out)
 
-    @property
-    def held(self) -> Held:
-        """What this rank's tensors take."""
-        return held_by(self._rank)
-
     def columns_that_fit(self) -> int | None:
         """Expert columns for which there is memory, by what the steps since the last call have used; None on a CPU."""
         spare = spare_at_peak_bytes(self._ranks.device)
         if spare is None:
             return None
         _, total = free_and_total_bytes(self._ranks.device)
-        column_values, options = self._rank.layout.model_blocks[-1].size, Options.of(self.config)
-        return columns_by_experience(len(self.owned), spare, total, column_values, options, self._ranks.world_size)
+        column_values, options = self.rank.layout.model_blocks[-1].size, Options.of(self.rank.config)
+        return columns_by_experience(len(self.rank.owned), spare, total, column_values, options, self._ranks.world_size)
 
     def adopt(
         self,
@@ -164,20 +135,20 @@ class Trainer:
         """
         if values is None:
             raise LocalProtocolError("adopt without values on rank 0")
-        if owned != self.owned:
-            _check_owned(owned, self.config.model.num_experts)
-        if self.is_parked and not owned and not self.owned and not round_steps:
-            self._late_state, self._rank.step, self._rank.round_steps = (values, step, keep_moments), step, 0
+        if owned != self.rank.owned:
+            _check_owned(owned, self.rank.config.model.num_experts)
+        if self.rank.parked is not None and not owned and not self.rank.owned and not round_steps:
+            self._late_state, self.rank.step, self.rank.round_steps = (values, step, keep_moments), step, 0
             return
         self.wake()
         adopt = self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
         loading = f"loading the state to train {len(owned)} expert columns"
         with adopt, telling_of_memory(loading):
-            self._rank.adopt(owned, step, keep_moments, round_steps)
-        for block in self._rank.layout.model_blocks:
+            self.rank.adopt(owned, step, keep_moments, round_steps)
+        for block in self.rank.layout.model_blocks:
             own = values.block(block.index)  # before the command: it may need one of its own
             with self._command("load_block", block=block.index), telling_of_memory(loading):
-                self._rank.load_block(block.index, own)
+                self.rank.load_block(block.index, own)
 
     def use_bases(self, bases: Mapping[int, Basis], left_out: Collection[int] = ()) -> None:
         """Trains low-rank changes of foreign columns in these bases, by column, from here on.
@@ -186,34 +157,34 @@ class Trainer:
         the columns `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one.
         To be called after `adopt`.
         """
-        if self.is_parked:
+        if self.rank.parked is not None:
             carried = frozenset(left_out)
             if self._late_bases and self._late_bases[-1][1] == carried:  # the last of them does what all do
                 self._late_bases.pop()
             self._late_bases.append((dict(bases), carried))
             return
         marks = {column: basis.mark for column, basis in bases.items()}
-        if self._rank.guests is not None:
+        if self.rank.guests is not None:
             use = self._command("use_bases", marks=list(marks.items()), left_out=sorted(left_out))
             with use, telling_of_memory("changing other experts"):
-                self._rank.guests.use(marks, bases, left_out)
+                self.rank.guests.use(marks, bases, left_out)
 
     def use_decay(self, decay: Decay | None) -> None:
         """Takes the learning rate from here on as a manifest has it; None: as the config plans it."""
-        if decay != self._rank.decay:
+        if decay != self.rank.decay:
             begin_step, steps = (0, 0) if decay is None else (decay.begin_step, decay.steps)
             with self._command("use_decay", begin_step=begin_step, steps=steps):
-                self._rank.decay = decay
+                self.rank.decay = decay
 
     def coordinates(self) -> Mapping[int, Coordinates]:
         """What was trained in columns of others, by column: copies; nothing while parked."""
-        return {} if self._rank.guests is None or self.is_parked else self._rank.guests.coordinates()
+        return {} if self.rank.guests is None or self.rank.parked is not None else self.rank.guests.coordinates()
 
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""
         self.wake()
         with self._command("run_ahead"):
-            self._rank.run_ahead()
+            self.rank.run_ahead()
 
     def train_step(self, batch: Batch) -> StepResult:
         """A step that is made whole; see `train_step_unless`."""
@@ -237,50 +208,34 @@ class Trainer:
             sizes, self.sizes_to_time = self.sizes_to_time, ()
             some = batch.first(max(sizes) * self._ranks.world_size)
             with self._command("take_fastest", sizes=sizes, **_packed(some)):
-                self._rank.notes += filter(None, [take_fastest_micro_batch(self._rank, some, sizes)])
+                self.rank.notes += filter(None, [take_fastest_micro_batch(self.rank, some, sizes)])
         with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
-            result = self._step_that_fits(batch, should_drop)
+            result = _step_that_fits(self.rank, batch, should_drop)
         if result is None:
             return None
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         return result
-
-    def _step_that_fits(self, batch: Batch, should_drop: ShouldDrop) -> StepResult | None:
-        while True:
-            try:
-                return self._rank.train_step(batch, should_drop)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = out_of_memory(error, f"training {len(self.owned)} expert columns")
-                if self._rank.is_updating or self._ranks.world_size > 1:
-                    raise failure from error
-            # out here nothing holds the failed step's tensors any more
-            change = self._rank.use_less_memory()
-            if not change:
-                raise failure
-            self._rank.notes.append(f"{failure}; the step is repeated with {change}, which is kept from now on")
 
     def contribution(self, block: int) -> Values:
         """Present values of block 0 or of an owned column: flat fp32, a copy."""
         if self._late_state is not None and block == 0:
             return self._late_state[0].block(0).copy()
         self.wake()
-        with self._command("contribution", block=block) if self._rank.deals_values else nullcontext():
-            return self._rank.contribution(block)
+        with self._command("contribution", block=block) if self.rank.deals_values else nullcontext():
+            return self.rank.contribution(block)
 
     def moments(self, column: int) -> Moments:
         """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
         self.wake()
         with self._command("moments", column=column):
-            return read_moments(self._rank, column)
+            return read_moments(self.rank, column)
 
     def take_moments(self, column: int, moments: Moments) -> None:
         """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
         self.wake()
         take = self._command("take_moments", column=column, steps=moments.steps)
         with take, telling_of_memory(f"taking over the moments of column {column}"):
-            take_moments(self._rank, column, moments.steps, moments)
+            take_moments(self.rank, column, moments.steps, moments)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token over `batches`, in nats; NaN where there is no target.
@@ -289,7 +244,7 @@ class Trainer:
         """
         self.wake()
         with telling_of_memory("evaluating held-out data"):
-            return self._rank.evaluate(self._told(batches) if self._rank.deals_values else batches)
+            return self.rank.evaluate(self._told(batches) if self.rank.deals_values else batches)
 
     def _told(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same, each told the other ranks when it is asked for."""
@@ -305,7 +260,7 @@ class Trainer:
         """
         self.wake()
         with self._command("private_state"):
-            return private_state(self._rank)
+            return private_state(self.rank)
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved `private_state`; adopt the committed state of that time first (foreign experts).
@@ -313,17 +268,17 @@ class Trainer:
         Raises CheckpointError where it does not fit the model.
         """
         self.wake()
-        if not self._rank.optimizer.groups:
+        if not self.rank.optimizer.groups:
             raise LocalProtocolError("load_private_state before the first adopt: foreign experts have no values")
-        plain = outline(self._rank, state)
+        plain = outline(self.rank, state)
         with self._command("load_private_state", plain=plain), telling_of_memory("loading the training state"):
-            load_private_state(self._rank, plain, state)
+            load_private_state(self.rank, plain, state)
 
     def value_hashes(self) -> list[str]:
         """SHA-256 of all trained values (hexadecimal) at each rank: equal, or something is badly wrong."""
         self.wake()
         with self._command("value_hashes"):
-            return value_hashes(self._rank)
+            return value_hashes(self.rank)
 
     def close(self) -> None:
         """Lets the other ranks end. Never raises for a rank that has ended already."""
@@ -366,6 +321,23 @@ def least_memory(ranks: Ranks) -> tuple[int, int]:
     except RuntimeError:
         ranks.explain()
         raise
+
+
+def _step_that_fits(rank: RankTrainer, batch: Batch, should_drop: ShouldDrop) -> StepResult | None:
+    while True:
+        try:
+            return rank.train_step(batch, should_drop)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = out_of_memory(error, f"training {len(rank.owned)} expert columns")
+            if rank.is_updating or rank.ranks.world_size > 1:
+                raise failure from error
+        # out here nothing holds the failed step's tensors any more
+        change = rank.use_less_memory()
+        if not change:
+            raise failure
+        rank.notes.append(f"{failure}; the step is repeated with {change}, which is kept from now on")
 
 
 def _packed(batch: Batch) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Side:
 
     def adopt(self, newest: Manifest, *owned: int) -> None:
         """As at the start of a round."""
-        new = set(owned) - set(self.trainer.owned)
+        new = set(owned) - set(self.trainer.rank.owned)
         self.trainer.adopt(owned, initial(CONFIG), 3)
         self.hand_over.take(newest, new)
 

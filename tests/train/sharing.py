@@ -58,7 +58,7 @@ def rounds(trainer: Trainer) -> list[float]:
     """Two rounds with a change of columns between: losses and gradient norms."""
     numbers = []
     for start, owned in ((0, (1, 4)), (3, (0, 4, 5))):
-        trainer.adopt(owned, initial(trainer.config), start)
+        trainer.adopt(owned, initial(trainer.rank.config), start)
         results = [trainer.train_step(batch_of(start + index, masked=(0, 1, 2))) for index in range(3)]
         numbers += [number for result in results for number in (result.loss, result.grad_norm)]
     return numbers
@@ -76,15 +76,15 @@ def check_that_they_train_like_one_rank(ranks: LocalRanks, sharding: str, in_bf1
         one.evaluate([batch_of(9), batch_of(8, 3)]), rel=losses
     )
     assert len(set(some.value_hashes())) == 1
-    assert some.held.gradients == pytest.approx(one.held.gradients / count, rel=0.05)
-    work = Workload.of(config, len(some.owned), ranks=count)
+    assert some.rank.held.gradients == pytest.approx(one.rank.held.gradients / count, rel=0.05)
+    work = Workload.of(config, len(some.rank.owned), ranks=count)
     planned = predict(work).parts[OPTIMIZER]
-    assert some.held.moments == pytest.approx(planned, rel=0.05)
-    assert planned == pytest.approx(one.held.moments / count, rel=0.01)
-    all_here = Workload.of(one.config, len(some.owned))
+    assert some.rank.held.moments == pytest.approx(planned, rel=0.05)
+    assert planned == pytest.approx(one.rank.held.moments / count, rel=0.01)
+    all_here = Workload.of(one.rank.config, len(some.rank.owned))
     saved = all_here.shared_bytes - work.shared_bytes + (all_here.masters_bytes - work.masters_bytes) * in_bf16
-    assert one.held.model - some.held.model == pytest.approx(saved, rel=0.05, abs=0)
-    for column in some.owned:  # what a new owner gets is whole
+    assert one.rank.held.model - some.rank.held.model == pytest.approx(saved, rel=0.05, abs=0)
+    for column in some.rank.owned:  # what a new owner gets is whole
         given, wanted = some.moments(column), one.moments(column)
         assert given.steps == wanted.steps
         assert np.allclose(given.mean, wanted.mean, atol=close)

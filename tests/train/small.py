@@ -78,7 +78,7 @@ def transformer_of(rank: RankTrainer) -> Transformer:
 
 def values_of(trainer: Trainer) -> dict[int, Values]:
     """Everything that is trained, by block."""
-    return {block: trainer.contribution(block) for block in (0, *(1 + column for column in trainer.owned))}
+    return {block: trainer.contribution(block) for block in (0, *(1 + column for column in trainer.rank.owned))}
 
 
 def same_bits(left: dict[int, Values], right: dict[int, Values]) -> bool:
@@ -107,7 +107,7 @@ class SmallDevice:
     """
 
     def __init__(self, trainer: Trainer, sequences: int) -> None:
-        self.model, self.sequences = transformer_of(trainer._rank), sequences
+        self.model, self.sequences = transformer_of(trainer.rank), sequences
         self.model.layers[1].register_forward_pre_hook(self)
 
     def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:

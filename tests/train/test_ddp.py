@@ -38,7 +38,7 @@ def rounds(trainer: Trainer) -> list[float]:
     """Two rounds with a change of columns between; losses and gradient norms of the steps."""
     numbers = []
     for start, owned in ((0, (1, 4)), (3, (0, 4, 5))):
-        trainer.adopt(owned, initial(trainer.config), start)
+        trainer.adopt(owned, initial(trainer.rank.config), start)
         results = [trainer.train_step(batch_of(start + index, masked=(0, 1, 2))) for index in range(3)]
         numbers += [number for result in results for number in (result.loss, result.grad_norm, result.router_z)]
         numbers += [sum(count**2 for layer in result.expert_counts for count in layer) for result in results[:1]]
@@ -159,7 +159,7 @@ def test_all_ranks_give_a_step_up_at_the_same_micro_batch(two_ranks: LocalRanks,
     stopped = trainer_of(config, ranks=two_ranks.ranks)
     stopped.train_step(batch_of(0))
     assert stopped.train_step_unless(batch_of(1), lambda share: share == 0.75) is None
-    assert stopped.round_steps == 1
+    assert stopped.rank.round_steps == 1
     assert (stopped.train_step(batch_of(1)).loss, stopped.value_hashes()) == expected
 
 
@@ -168,7 +168,7 @@ def test_there_is_one_set_of_gradients_from_the_beginning(two_ranks: LocalRanks)
     config = small_config("optimizer.micro_batch_sequences=1")
     for owned in ((1, 4), (1, 2, 4)):
         trainer = trainer_of(config, owned, ranks=two_ranks.ranks)
-        model = trainer._rank.model
+        model = trainer.rank.model
         assert len(places_of(model)) == 1  # one bucket
         before = places_of(model)
         assert trainer.train_step_unless(batch_of(0), lambda share: True) is None  # rehearsed, and no exchange yet

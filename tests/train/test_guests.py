@@ -58,7 +58,7 @@ def full_gradients(config: Config) -> dict[int, list[torch.Tensor]]:
     """Of every matrix of every column, by a model that owns them all: plain autograd, in the order of the blocks."""
     everything = Trainer(config, small_layout(config), CPU)
     everything.adopt(tuple(range(config.model.num_experts)), initial(config), 0)
-    rank = everything._rank
+    rank = everything.rank
     transformer_of(rank)(torch.from_numpy(batch_of(0).tokens)).total.backward()
     found: dict[int, list[torch.Tensor]] = {}
     for column in range(config.model.num_experts):
@@ -87,14 +87,14 @@ def test_coordinates_do_not_decay(name: str) -> None:
     """Without a gradient they stay as they are, while what is owned shrinks."""
     trainer = guest(guest_config(f"optimizer.name={name}", "optimizer.weight_decay=0.5"))
     trainer.train_step(batch_of(0))
-    before, owned = trainer.coordinates(), trainer._rank.contribution(1 + OWNED[0])
-    for group in (*trainer._rank.optimizer.groups, *trainer._rank.optimizer.guests.values()):
+    before, owned = trainer.coordinates(), trainer.rank.contribution(1 + OWNED[0])
+    for group in (*trainer.rank.optimizer.groups, *trainer.rank.optimizer.guests.values()):
         group.moments.clear()
-    trainer._rank.optimizer.step(0.1, torch.zeros_like)
+    trainer.rank.optimizer.step(0.1, torch.zeros_like)
     after = trainer.coordinates()
     assert all(np.array_equal(after[column].values, before[column].values) for column in FOREIGN)
     assert before[FOREIGN[0]].values.any()
-    np.testing.assert_allclose(trainer._rank.contribution(1 + OWNED[0]), 0.95 * owned, rtol=1e-5)
+    np.testing.assert_allclose(trainer.rank.contribution(1 + OWNED[0]), 0.95 * owned, rtol=1e-5)
 
 
 def test_a_step_is_adamw_in_the_coordinates() -> None:
@@ -134,7 +134,7 @@ def test_with_muon_a_step_is_muon_in_the_coordinates() -> None:
 def test_foreign_experts_themselves_are_not_trained(name: str, kept: int) -> None:
     config, alone = (small_config(f"optimizer.name={name}", f"model.guest_rank={rank}") for rank in (RANK, 0))
     trainer = guest(config)
-    rank = trainer._rank
+    rank = trainer.rank
     before = {column: rank.trained.read_block(1 + column) for column in FOREIGN}
     for seed in range(3):
         trainer.train_step(batch_of(seed))
@@ -143,9 +143,9 @@ def test_foreign_experts_themselves_are_not_trained(name: str, kept: int) -> Non
     plain = Trainer(alone, small_layout(alone), CPU)
     plain.adopt(OWNED, initial(alone), 0)
     plain.train_step(batch_of(0))
-    assert trainer.held.gradients - plain.held.gradients == config.model.num_experts * thin
-    assert trainer.held.moments - plain.held.moments == len(FOREIGN) * kept * thin
-    assert trainer.held.trained - plain.held.trained == len(FOREIGN) * thin
+    assert trainer.rank.held.gradients - plain.rank.held.gradients == config.model.num_experts * thin
+    assert trainer.rank.held.moments - plain.rank.held.moments == len(FOREIGN) * kept * thin
+    assert trainer.rank.held.trained - plain.rank.held.trained == len(FOREIGN) * thin
     work = Workload.of(config, len(OWNED))
     values = config.model.num_experts * (thin + work.compute_bytes * Sizes.of(config.model).bases)
     assert guest_bytes(work) == values + len(FOREIGN) * kept * thin
@@ -216,7 +216,7 @@ def test_what_was_trained_ahead_is_carried_also_where_other_columns_are_owned_fr
     trainer.run_ahead()
     trainer.train_step(batch_of(1))
     ahead = trainer.coordinates()[2].values - handed_in[2].values
-    bank = transformer_of(trainer._rank).banks[0]
+    bank = transformer_of(trainer.rank).banks[0]
     slot = bank.slot(2)
     trainer.adopt((0,), initial(config), 1)
     assert bank.slot(2) != slot
@@ -271,7 +271,7 @@ def test_a_parked_guest_carries_on_nothing_that_a_round_has_taken_in() -> None:
         for news, left_out in ((second, ()), (second | bases(config, (2, 3), number=2), range(6))):
             trainer.adopt((), initial(config), 1)
             trainer.use_bases(news, left_out)
-    assert parked.is_parked
+    assert parked.rank.parked is not None
     parked.wake()
     found, wanted = parked.coordinates(), other.coordinates()
     assert not wanted[2].values.any()
@@ -337,7 +337,7 @@ def test_a_running_guest_goes_back_to_what_was_saved(tmp_path: Path) -> None:
     trainer.load_private_state(read_private(tmp_path))
     trainer.use_bases(bases(config, (0, 3)))
     assert set(trainer.coordinates()) == {0, 3}
-    for bank in transformer_of(trainer._rank).banks:
+    for bank in transformer_of(trainer.rank).banks:
         assert bank.guests is not None
         assert not bank.guests.coordinates("up")[bank.slot(2)].any()
         assert not bank.guests.basis("up")[bank.slot(2)].any()

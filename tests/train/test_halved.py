@@ -47,7 +47,7 @@ def halved_trainer(config: Config, owned: tuple[int, ...] = (1, 4)) -> Trainer:
 
 
 def masters(trainer: Trainer) -> list[nn.Parameter]:
-    return list(masters_of(transformer_of(trainer._rank)))
+    return list(masters_of(transformer_of(trainer.rank)))
 
 
 def are_away(trainer: Trainer) -> bool:
@@ -83,7 +83,7 @@ def test_it_trains_bit_for_bit_as_with_whole_masters(options: tuple[str, ...], m
     assert two_rounds(whole, config) == losses
     assert same_bits(values_of(halved), values_of(whole))
     column = small_layout(config).blocks[1].size
-    assert whole.held.model - halved.held.model == 2 * len(whole.owned) * column
+    assert whole.rank.held.model - halved.rank.held.model == 2 * len(whole.rank.owned) * column
 
 
 def test_what_was_committed_is_held_to_the_bit() -> None:
@@ -92,7 +92,7 @@ def test_what_was_committed_is_held_to_the_bit() -> None:
     assert all(np.array_equal(values, initial(config).block(block)) for block, values in values_of(trainer).items())
     trainer.train_step(batch_of(0))
     before = values_of(trainer)
-    trainer._rank.set_owned((1, 2, 4), keep_moments=True, ramp_fresh=True)
+    trainer.rank.set_owned((1, 2, 4), keep_moments=True, ramp_fresh=True)
     assert all(np.array_equal(trainer.contribution(block), values) for block, values in before.items())
 
 

@@ -36,7 +36,7 @@ def trained(owned: tuple[int, ...], steps: int = 4) -> Trainer:
 
 def heir_of(giver: Trainer, column: int, heir: Trainer) -> Trainer:
     """`heir` has trained as `giver` did, but for that column, and now owns it too, with its moments."""
-    heir.adopt(tuple(sorted({*heir.owned, column})), initial(small_config()), 4)
+    heir.adopt(tuple(sorted({*heir.rank.owned, column})), initial(small_config()), 4)
     heir.take_moments(column, giver.moments(column))
     return heir
 
@@ -60,7 +60,7 @@ def test_a_new_owner_goes_on_as_the_old_one_would_have() -> None:
 def test_moments_are_laid_out_like_the_block() -> None:
     giver, config = trained((1, 4)), small_config()
     flat, start = giver.moments(4), 0
-    tensors, bank = giver.private_state()["groups"][2]["tensors"], transformer_of(giver._rank).banks[0]
+    tensors, bank = giver.private_state()["groups"][2]["tensors"], transformer_of(giver.rank).banks[0]
     for place in place_table(config.model)[1 + 4]:
         assert isinstance(place, ExpertPlace)
         name, rows = bank.rows_of(place.which)

@@ -42,11 +42,11 @@ def test_two_bytes_and_scales_a_value_instead_of_eight() -> None:
     plain, packed = wide_trainer(), wide_trainer(EIGHT_BIT)
     for trainer in (plain, packed):
         train(trainer, 1)
-    sizes = [parameter.numel() for _, _, parameter in packed._rank.trained_tensors()]
+    sizes = [parameter.numel() for _, _, parameter in packed.rank.trained_tensors()]
     large, small = ([size for size in sizes if (size >= SMALLEST_VALUES) is wanted] for wanted in (True, False))
-    assert plain.held.moments == 8 * sum(sizes)
-    assert packed.held.moments == sum(2 * size + 2 * 4 * (size // 256) for size in large) + 8 * sum(small)
-    assert packed.held.moments < 0.35 * plain.held.moments
+    assert plain.rank.held.moments == 8 * sum(sizes)
+    assert packed.rank.held.moments == sum(2 * size + 2 * 4 * (size // 256) for size in large) + 8 * sum(small)
+    assert packed.rank.held.moments < 0.35 * plain.rank.held.moments
 
 
 def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_peer_may_choose_anew_when_it_resumes(before: str, after: str) -> None
     first, second = wide_trainer(before), wide_trainer(after)
     train(first, 3)
     second.load_private_state(first.private_state())
-    assert (second.held.moments > first.held.moments) is (before == EIGHT_BIT)
+    assert (second.rank.held.moments > first.rank.held.moments) is (before == EIGHT_BIT)
     assert train(second, 3, first=3) == pytest.approx(train(first, 3, first=3), rel=1e-2)
 
 
@@ -73,7 +73,7 @@ def test_a_peer_may_choose_anew_when_it_resumes(before: str, after: str) -> None
 def test_moments_are_handed_over_between_kinds(giver_kind: str, heir_kind: str) -> None:
     giver, heir = wide_trainer(giver_kind), wide_trainer(heir_kind)
     train(giver, 8)
-    given, settings = giver.moments(1), giver.config.optimizer
+    given, settings = giver.moments(1), giver.rank.config.optimizer
     check_moments(given, settings.betas, settings.grad_clip)
     heir.take_moments(1, given)
     taken = heir.moments(1)
@@ -109,7 +109,7 @@ def test_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
     """Added up over four micro-batches, one of them without targets."""
     gradients = []
     for overrides in ((), (BF16,)):
-        rank = wide_trainer("optimizer.micro_batch_sequences=2", *overrides)._rank
+        rank = wide_trainer("optimizer.micro_batch_sequences=2", *overrides).rank
         assert rank.forward is not None
         accumulate_gradient(rank.forward, batch_of(0, masked=(4, 5)), rank.ranks, 2, 1.0)
         kept = rank.forward.gradient if isinstance(rank.forward, KeptGradients) else lambda parameter: parameter.grad
@@ -127,7 +127,7 @@ def test_gradients_in_bf16_take_half_the_memory_and_are_clipped_alike() -> None:
     results = [trainer.train_step(batch_of(0)) for trainer in (plain, half)]
     assert results[0].grad_norm > 0.2
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=2e-3)
-    assert half.held.gradients == plain.held.gradients // 2
+    assert half.rank.held.gradients == plain.rank.held.gradients // 2
     means = [trainer.moments(1).mean for trainer in (plain, half)]
     assert np.linalg.norm(means[1] - means[0]) <= 2e-2 * np.linalg.norm(means[0])
 

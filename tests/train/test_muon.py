@@ -38,7 +38,7 @@ def test_a_step_is_the_formula_for_each_matrix_and_adamw_for_the_rest(monkeypatc
     monkeypatch.setattr(muon, "STACK_VALUES", 300)
     config = small_config(MUON, "optimizer.grad_clip=0.5", "optimizer.weight_decay=0.2")
     trainer = trainer_of(config)
-    rank = trainer._rank
+    rank = trainer.rank
     values = {(g.column, n): v.double().numpy().copy() for g, n, v in rank.trained_tensors()}
     momenta = {key: np.zeros_like(value) for key, value in values.items()}
     squares = {key: np.zeros_like(value) for key, value in values.items()}
@@ -111,11 +111,11 @@ def test_four_bytes_a_value_are_kept_of_matrices_as_planned() -> None:
     config = small_config(MUON)
     trainer = trainer_of(config)
     trainer.train_step(batch_of(0))
-    sizes = {(group.column, name): values.numel() for group, name, values in trainer._rank.trained_tensors()}
+    sizes = {(group.column, name): values.numel() for group, name, values in trainer.rank.trained_tensors()}
     thin = sum(size for (column, name), size in sizes.items() if column is not None or ".attention." in name)
     norms = sum(size for (_, name), size in sizes.items() if ".attention." in name and "norm" in name)
-    assert trainer.held.moments == 4 * (thin - norms) + 8 * (sum(sizes.values()) - thin + norms)
-    assert predict(Workload.of(config, 2)).parts[OPTIMIZER] == trainer.held.moments
+    assert trainer.rank.held.moments == 4 * (thin - norms) + 8 * (sum(sizes.values()) - thin + norms)
+    assert predict(Workload.of(config, 2)).parts[OPTIMIZER] == trainer.rank.held.moments
 
 
 def test_it_learns() -> None:

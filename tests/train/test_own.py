@@ -67,7 +67,7 @@ def test_it_learns_and_trains_only_what_it_owns() -> None:
     results = [trainer.train_step(batch_of(seed)) for seed in range(60)]
     assert results[-1].loss < results[0].loss / 2
     assert not any(np.array_equal(value, before[block]) for block, value in values_of(trainer).items())
-    foreign = trainer._rank.trained.read_block(2)
+    foreign = trainer.rank.trained.read_block(2)
     assert np.array_equal(foreign, start_of(config).block(2))
 
 

@@ -26,14 +26,14 @@ def test_a_step_counts_where_its_tokens_went(micro: int) -> None:
     def note(router: nn.Module, inputs: object, routing: Routing) -> None:
         seen.setdefault(router, []).append(routing.expert_TK.flatten())
 
-    for module in transformer_of(trainer._rank).modules():
+    for module in transformer_of(trainer.rank).modules():
         if isinstance(module, Router):
             module.register_forward_hook(note)
     batch = batch_of(0, masked=(0, 1))
     counts = trainer.train_step(batch).expert_counts
     by_hand = [torch.bincount(torch.cat(chosen), minlength=6).tolist() for chosen in seen.values()]
     assert [list(layer) for layer in counts] == by_hand
-    assert {sum(layer) for layer in counts} == {batch.tokens.size * trainer.config.model.top_k}
+    assert {sum(layer) for layer in counts} == {batch.tokens.size * trainer.rank.config.model.top_k}
 
 
 def test_steps_add_up_to_a_load_over_an_even_share() -> None:

@@ -46,7 +46,7 @@ def test_loss_falls_on_a_repeated_batch() -> None:
     results = [trainer.train_step(batch) for _ in range(30)]
     assert results[0].loss == pytest.approx(np.log(32), rel=0.05)
     assert results[-1].loss < 0.5 * results[0].loss
-    assert trainer.round_steps == results[-1].step == 30
+    assert trainer.rank.round_steps == results[-1].step == 30
     assert results[0].tokens == 8 * 12
     assert trainer.evaluate([batch]) < results[-1].loss
 
@@ -62,7 +62,7 @@ def test_steps_equal_those_of_a_plain_adamw() -> None:
     """Everything owned, so that a plain loop over the model's parameters is the whole algorithm."""
     config = small_config("model.activation_checkpointing=full", "optimizer.grad_clip=0.5")
     everything = tuple(range(6))
-    ours, plain = trainer_of(config, everything), transformer_of(trainer_of(config, everything)._rank)
+    ours, plain = trainer_of(config, everything), transformer_of(trainer_of(config, everything).rank)
     adamw = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=True)
     for step in range(1, 6):
         adamw.param_groups[0]["lr"] = learning_rate(config, step)
@@ -76,7 +76,7 @@ def test_steps_equal_those_of_a_plain_adamw() -> None:
         got = result.loss, result.load_balancing, result.router_z, result.output_z, result.grad_norm
         assert got == pytest.approx([float(number) for number in (*parts[1:5], norm)], rel=1e-5)
     expected = torch.cat([master.detach().flatten() for master in plain.parameters()])
-    trained = torch.cat([master.detach().flatten() for master in transformer_of(ours._rank).parameters()])
+    trained = torch.cat([master.detach().flatten() for master in transformer_of(ours.rank).parameters()])
     assert float((trained - expected).abs().max()) < 1e-5
 
 
@@ -116,11 +116,11 @@ def test_foreign_experts_stay_and_cost_no_gradient_and_no_moments() -> None:
     with pytest.raises(LocalProtocolError, match="column 2"):
         trainer.contribution(3)
     trained_bytes = 4 * sum(values.size for values in own.values())
-    assert trainer.held.gradients == trained_bytes
-    assert trainer.held.moments == 2 * trained_bytes
+    assert trainer.rank.held.gradients == trained_bytes
+    assert trainer.rank.held.moments == 2 * trained_bytes
     for expert in (0, 2, 3, 5):
         matrices = [
-            bank.read(expert, which).numpy() for bank in transformer_of(trainer._rank).banks for which in MATRICES
+            bank.read(expert, which).numpy() for bank in transformer_of(trainer.rank).banks for which in MATRICES
         ]
         assert np.array_equal(np.concatenate([matrix.ravel() for matrix in matrices]), before[1 + expert])
 
@@ -155,7 +155,7 @@ def test_learning_rate_follows_committed_step_plus_own_steps_up_to_H() -> None:
     trainer = trainer_of(config, step=10)
     assert [result.lr for result in steps(trainer, 4)] == [learning_rate(config, step) for step in (11, 12, 12, 12)]
     trainer.adopt((1, 4), initial(config), 20)
-    assert trainer.round_steps == 0
+    assert trainer.rank.round_steps == 0
     assert [result.lr for result in steps(trainer, 5)] == [learning_rate(config, step) for step in (21, 22, 23, 24, 24)]
 
 
@@ -163,12 +163,12 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     trainer = trainer_of(small_config())
     steps(trainer, 1)
     before = values_of(trainer)
-    poisoned = transformer_of(trainer._rank).norm.weight
+    poisoned = transformer_of(trainer.rank).norm.weight
     good = poisoned.detach().clone()
     poisoned.detach()[0] = np.nan
     result = trainer.train_step(batch_of(1))
     assert result.skipped
-    assert trainer.skipped_in_row == trainer.round_steps == 1
+    assert trainer.skipped_in_row == trainer.rank.round_steps == 1
     poisoned.detach().copy_(good)
     assert same_bits(values_of(trainer), before)
     assert not trainer.train_step(batch_of(1)).skipped
@@ -194,7 +194,7 @@ def test_a_device_without_memory_left_is_named_with_what_helps(monkeypatch: pyte
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
 
-    monkeypatch.setattr(trainer._rank, "train_step", full)
+    monkeypatch.setattr(trainer.rank, "train_step", full)
     with pytest.raises(SpesError, match=r"while training 2 expert columns: CUDA out of memory$") as caught:
         trainer.train_step(batch_of(0))
     assert "--max-experts" in caught.value.fix
@@ -219,8 +219,8 @@ def test_a_device_without_room_for_one_sequence_ends_the_peer() -> None:
     SmallDevice(trainer, sequences=0)
     with pytest.raises(SpesError, match=r"while training 2 expert columns: CUDA out of memory$"):
         trainer.train_step(batch_of(0))
-    assert trainer.config.optimizer.micro_batch_sequences == 1
-    assert trainer.config.model.activation_checkpointing == "full"
+    assert trainer.rank.config.optimizer.micro_batch_sequences == 1
+    assert trainer.rank.config.model.activation_checkpointing == "full"
 
 
 def test_a_step_that_fails_in_its_update_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_step_that_fails_in_its_update_is_not_made_again(monkeypatch: pytest.M
     def full(lr: float) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer._rank.optimizer, "step", full)
+    monkeypatch.setattr(trainer.rank.optimizer, "step", full)
     with pytest.raises(SpesError, match="while training 2 expert columns"):
         trainer.train_step(batch_of(0))
     assert not trainer.take_notes()
@@ -295,7 +295,7 @@ def test_on_cuda_in_bf16_the_loss_falls_and_masters_keep_32_bits(options: tuple[
     ("name", "call", "doing"),
     [
         ("evaluate", lambda trainer: trainer.evaluate([batch_of(0)]), "evaluating held-out data"),
-        ("adopt", lambda trainer: trainer.adopt((1, 4), initial(trainer.config), 0), "loading the state to train 2"),
+        ("adopt", lambda trainer: trainer.adopt((1, 4), initial(small_config()), 0), "loading the state to train 2"),
     ],
 )
 def test_memory_that_runs_out_beside_a_step_is_a_known_error(
@@ -306,7 +306,7 @@ def test_memory_that_runs_out_beside_a_step_is_a_known_error(
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
 
-    monkeypatch.setattr(trainer._rank, name, full)
+    monkeypatch.setattr(trainer.rank, name, full)
     with pytest.raises(SpesError, match=f"ran out of memory while {doing}") as caught:
         call(trainer)
     assert caught.value.fix
@@ -324,9 +324,9 @@ def test_a_model_that_cannot_be_made_for_lack_of_memory_is_a_known_error() -> No
 def test_moments_are_made_before_the_first_activations() -> None:
     """Else the first step finds out last of all, in its update, that memory is short: too late to make it smaller."""
     trainer, seen = trainer_of(small_config()), list[int]()
-    trainer._rank.model.register_forward_pre_hook(lambda *given: seen.append(trainer.held.moments))
+    trainer.rank.model.register_forward_pre_hook(lambda *given: seen.append(trainer.rank.held.moments))
     trainer.train_step(batch_of(0))
-    assert seen[0] == trainer.held.moments > 0
+    assert seen[0] == trainer.rank.held.moments > 0
 
 
 def test_a_first_step_that_was_given_up_can_be_saved_and_loaded() -> None:
@@ -343,14 +343,14 @@ def test_a_parked_trainer_leaves_the_device_and_goes_on_bit_for_bit() -> None:
     parked, other = trainer_of(small_config(), (1, 4)), trainer_of(small_config(), (1, 4))
     for trainer in (parked, other):
         steps(trainer, 2)
-    on_device = [one.untyped_storage() for one in (*parked._rank.model.parameters(), *parked._rank.model.buffers())]
-    on_device += [one.untyped_storage() for group in parked._rank.optimizer.groups
+    on_device = [one.untyped_storage() for one in (*parked.rank.model.parameters(), *parked.rank.model.buffers())]
+    on_device += [one.untyped_storage() for group in parked.rank.optimizer.groups
                   for kept in group.moments.values() for one in kept.values()]  # fmt: skip
     parked.park()
-    assert parked.is_parked
+    assert parked.rank.parked is not None
     assert not any(storage.nbytes() for storage in on_device)
     assert [result.loss for result in steps(parked, 3, 2)] == [result.loss for result in steps(other, 3, 2)]
-    assert not parked.is_parked
+    assert not parked.rank.parked is not None
     assert same_bits(values_of(parked), values_of(other))
 
 
@@ -363,9 +363,9 @@ def test_a_state_that_comes_while_parked_is_loaded_when_training_goes_on() -> No
     parked.park()
     for trainer in (parked, other):
         trainer.adopt((), news, 10)
-    assert parked.is_parked
+    assert parked.rank.parked is not None
     assert (parked.contribution(0) == other.contribution(0)).all()
-    assert parked.is_parked
+    assert parked.rank.parked is not None
     assert [result.loss for result in steps(parked, 2)] == [result.loss for result in steps(other, 2)]
     assert same_bits(values_of(parked), values_of(other))
 

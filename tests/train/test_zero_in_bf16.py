@@ -49,7 +49,7 @@ def test_what_is_dealt_is_read_and_written_to_the_bit(two_ranks: LocalRanks) -> 
     """What was committed, and what values that are loaded ask of the model while it takes them."""
     trainer, config = trainer_in(small_config(*PLAIN, ZERO3), True, two_ranks.ranks), small_config(*PLAIN)
     trainer.adopt((1, 4), initial(config), 0)
-    model = transformer_of(trainer._rank)
+    model = transformer_of(trainer.rank)
     assert not any(parameter.untyped_storage().nbytes() for parameter in (model.embedding, *masters_of(model)))
     lower = [halves.lower.shape for halves in map(halves_of, masters_of(model)) if halves is not None]
     assert lower == [(2, 8, 16), (2, 8, 8)] * 2
