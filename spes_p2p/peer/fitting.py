@@ -17,8 +17,8 @@ from spes_p2p.planning.budget import Device, fitted, most_with_options
 from spes_p2p.planning.memory import pinned_bytes
 from spes_p2p.planning.options import KEYS, Options
 from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.memory import free_and_total_bytes
-from spes_p2p.train.trainer import least_memory
+from spes_p2p.train.memory import free_and_total_bytes, least_free_and_total_bytes
+from spes_p2p.train.others import Others
 
 EIGHT_BIT, EIGHT_BIT_LIBRARY = "optimizer.name", "bitsandbytes"
 PINNED_SHARE = 0.5
@@ -34,10 +34,14 @@ def measure(device: torch.device, ranks: int, cards: Sequence[int] = ()) -> Devi
 
 
 def measure_ranks(device: torch.device, ranks: Ranks) -> Device:
-    """The same by the ranks themselves, before they have built anything; each measures its own device."""
+    """The same by the ranks themselves, before they have built anything; each measures its own device.
+
+    Raises SpesError where one has ended.
+    """
     if ranks.world_size == 1:
         return measure(device, 1)
-    free, total = least_memory(ranks)
+    with Others(ranks).told("measure"):
+        free, total = least_free_and_total_bytes(ranks)
     is_gpu = device.type == "cuda"
     own, is_bf16 = free if is_gpu else free // ranks.world_size, half_dtype(device) == torch.bfloat16
     return Device(own, total, ranks.world_size, is_gpu, is_bf16)

@@ -360,6 +360,24 @@ def totals_of(
     return losses, norm_value, counts
 
 
+def step_that_fits(rank: RankTrainer, batch: Batch, should_drop: ShouldDrop) -> StepResult | None:
+    """As `train_step`, made again with less memory where one rank alone runs out of it before its update."""
+    while True:
+        try:
+            return rank.train_step(batch, should_drop)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = out_of_memory(error, f"training {len(rank.owned)} expert columns")
+            if rank.is_updating or rank.ranks.world_size > 1:
+                raise failure from error
+        # out here nothing holds the failed step's tensors any more
+        change = rank.use_less_memory()
+        if not change:
+            raise failure
+        rank.notes.append(f"{failure}; the step is repeated with {change}, which is kept from now on")
+
+
 def value_hashes(rank: RankTrainer) -> list[str]:
     """SHA-256 of all trained values, for each rank; all ranks must ask."""
     digest = hashlib.sha256()

@@ -6,37 +6,30 @@ need not know how many there are. Knows no network and no rounds beyond counting
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from spes_p2p.config.load import config_to_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
-from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
+from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.planning.budget import columns_by_experience
 from spes_p2p.planning.options import Options
 from spes_p2p.state.basis import Basis, Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
-from spes_p2p.train.ddp import Ranks, broadcast_object
-from spes_p2p.train.memory import (
-    free_and_total_bytes,
-    is_out_of_memory,
-    least_free_and_total_bytes,
-    out_of_memory,
-    spare_at_peak_bytes,
-    telling_of_memory,
-)
+from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.memory import free_and_total_bytes, spare_at_peak_bytes, telling_of_memory
 from spes_p2p.train.moments import read_moments, take_moments
+from spes_p2p.train.others import Others
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, outline, private_state
-from spes_p2p.train.rank import RankTrainer, value_hashes
+from spes_p2p.train.rank import RankTrainer, step_that_fits, value_hashes
 from spes_p2p.train.step import ShouldDrop, StepResult, never
 
 __all__ = ["StepResult", "Trainer"]
@@ -44,8 +37,6 @@ __all__ = ["StepResult", "Trainer"]
 
 class Trainer:
     """Model, optimizer and rhythm of inner steps of one peer. One thread at a time may call it.
-
-    More than 20 methods, since each is a command that all ranks carry out, or a question that rank 0 answers alone.
 
     Every method raises SpesError where another rank has ended, naming it; only `close` is of use then.
     """
@@ -72,10 +63,10 @@ class Trainer:
         self.sizes_to_time: tuple[int, ...] = ()
         """Micro-batches of which the fastest is taken before the next step, if there are any."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
-        self._broken = False
+        self._others = Others(self._ranks)
         self._late_state: tuple[BlockSource, int, bool] | None = None
         self._late_bases: list[tuple[dict[int, Basis], frozenset[int]]] = []
-        build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
+        build = self._others.told("build", config=config_to_yaml(config), threads=torch.get_num_threads())
         with build, telling_of_memory("making the model"):
             self.rank = rank_trainer(config, layout, self._ranks)
             """What rank 0 holds, to be read. What all ranks do is called here, so that the others hear of it."""
@@ -92,19 +83,18 @@ class Trainer:
         when all is back, so it must be there until the next `adopt` or `wake`.
         """
         if self.rank.parked is None:
-            with self._command("park"):
+            with self._others.told("park"):
                 self.rank.park()
 
     def wake(self) -> None:
         """Brings everything back as it was, then the state that came meanwhile. Raises SpesError for want of memory."""
         if self.rank.parked is None:
             return
-        with self._command("wake"), telling_of_memory("going on after a pause"):
+        with self._others.told("wake"), telling_of_memory("going on after a pause"):
             self.rank.wake()
         state, late_bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, []
         if state is not None:
-            values, step, keep_moments = state
-            self.adopt((), values, step, keep_moments)
+            self.adopt((), *state)
         for bases, left_out in late_bases:
             self.use_bases(bases, left_out)
 
@@ -141,13 +131,13 @@ class Trainer:
             self._late_state, self.rank.step, self.rank.round_steps = (values, step, keep_moments), step, 0
             return
         self.wake()
-        adopt = self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
+        adopt = self._others.told("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
         loading = f"loading the state to train {len(owned)} expert columns"
         with adopt, telling_of_memory(loading):
             self.rank.adopt(owned, step, keep_moments, round_steps)
         for block in self.rank.layout.model_blocks:
             own = values.block(block.index)  # before the command: it may need one of its own
-            with self._command("load_block", block=block.index), telling_of_memory(loading):
+            with self._others.told("load_block", block=block.index), telling_of_memory(loading):
                 self.rank.load_block(block.index, own)
 
     def use_bases(self, bases: Mapping[int, Basis], left_out: Collection[int] = ()) -> None:
@@ -165,7 +155,7 @@ class Trainer:
             return
         marks = {column: basis.mark for column, basis in bases.items()}
         if self.rank.guests is not None:
-            use = self._command("use_bases", marks=list(marks.items()), left_out=sorted(left_out))
+            use = self._others.told("use_bases", marks=list(marks.items()), left_out=sorted(left_out))
             with use, telling_of_memory("changing other experts"):
                 self.rank.guests.use(marks, bases, left_out)
 
@@ -173,7 +163,7 @@ class Trainer:
         """Takes the learning rate from here on as a manifest has it; None: as the config plans it."""
         if decay != self.rank.decay:
             begin_step, steps = (0, 0) if decay is None else (decay.begin_step, decay.steps)
-            with self._command("use_decay", begin_step=begin_step, steps=steps):
+            with self._others.told("use_decay", begin_step=begin_step, steps=steps):
                 self.rank.decay = decay
 
     def coordinates(self) -> Mapping[int, Coordinates]:
@@ -183,7 +173,7 @@ class Trainer:
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""
         self.wake()
-        with self._command("run_ahead"):
+        with self._others.told("run_ahead"):
             self.rank.run_ahead()
 
     def train_step(self, batch: Batch) -> StepResult:
@@ -207,10 +197,10 @@ class Trainer:
         if self.sizes_to_time:
             sizes, self.sizes_to_time = self.sizes_to_time, ()
             some = batch.first(max(sizes) * self._ranks.world_size)
-            with self._command("take_fastest", sizes=sizes, **_packed(some)):
+            with self._others.told("take_fastest", some, sizes=sizes):
                 self.rank.notes += filter(None, [take_fastest_micro_batch(self.rank, some, sizes)])
-        with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
-            result = _step_that_fits(self.rank, batch, should_drop)
+        with self._others.told("train_step", batch):
+            result = step_that_fits(self.rank, batch, should_drop)
         if result is None:
             return None
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
@@ -221,19 +211,19 @@ class Trainer:
         if self._late_state is not None and block == 0:
             return self._late_state[0].block(0).copy()
         self.wake()
-        with self._command("contribution", block=block) if self.rank.deals_values else nullcontext():
+        with self._others.told("contribution", block=block) if self.rank.deals_values else nullcontext():
             return self.rank.contribution(block)
 
     def moments(self, column: int) -> Moments:
         """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
         self.wake()
-        with self._command("moments", column=column):
+        with self._others.told("moments", column=column):
             return read_moments(self.rank, column)
 
     def take_moments(self, column: int, moments: Moments) -> None:
         """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
         self.wake()
-        take = self._command("take_moments", column=column, steps=moments.steps)
+        take = self._others.told("take_moments", column=column, steps=moments.steps)
         with take, telling_of_memory(f"taking over the moments of column {column}"):
             take_moments(self.rank, column, moments.steps, moments)
 
@@ -243,14 +233,10 @@ class Trainer:
         By rank 0 alone, unless values are dealt to the ranks: then all of them make each pass, on the same tokens.
         """
         self.wake()
+        if self.rank.deals_values:
+            batches = self._others.told_each("evaluate", batches)
         with telling_of_memory("evaluating held-out data"):
-            return self.rank.evaluate(self._told(batches) if self.rank.deals_values else batches)
-
-    def _told(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same, each told the other ranks when it is asked for."""
-        for batch in batches:
-            with self._command("evaluate", **_packed(batch)):
-                yield batch
+            return self.rank.evaluate(batches)
 
     def private_state(self) -> dict[str, Any]:
         """What must be saved beside the committed state to go on exactly: a tree with the tensors that are trained.
@@ -259,7 +245,7 @@ class Trainer:
         must make them.
         """
         self.wake()
-        with self._command("private_state"):
+        with self._others.told("private_state"):
             return private_state(self.rank)
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
@@ -271,87 +257,18 @@ class Trainer:
         if not self.rank.optimizer.groups:
             raise LocalProtocolError("load_private_state before the first adopt: foreign experts have no values")
         plain = outline(self.rank, state)
-        with self._command("load_private_state", plain=plain), telling_of_memory("loading the training state"):
+        with self._others.told("load_private_state", plain=plain), telling_of_memory("loading the training state"):
             load_private_state(self.rank, plain, state)
 
     def value_hashes(self) -> list[str]:
         """SHA-256 of all trained values (hexadecimal) at each rank: equal, or something is badly wrong."""
         self.wake()
-        with self._command("value_hashes"):
+        with self._others.told("value_hashes"):
             return value_hashes(self.rank)
 
     def close(self) -> None:
         """Lets the other ranks end. Never raises for a rank that has ended already."""
-        if self._ranks.world_size == 1 or self._broken:
-            return
-        try:
-            with self._command("stop"):
-                self._broken = True  # nothing may follow
-        except (SpesError, RuntimeError):  # whoever is gone needs no telling; the others see the connection end
-            self._broken = True
-
-    @contextmanager
-    def _command(self, name: str, **arguments: Any) -> Iterator[None]:
-        """Around what rank 0 does itself: tells the other ranks, and names the one that is lost where it breaks."""
-        if self._ranks.world_size == 1:
-            yield
-            return
-        self._ranks.check()
-        if self._broken:
-            raise LocalProtocolError(f"{name} was called after a failure or close: the ranks are no longer in step")
-        try:
-            with self._ranks.watch(name):
-                broadcast_object(self._ranks, [name, arguments])
-                yield
-            self._ranks.check()
-        except BaseException as error:
-            self._broken = True
-            if isinstance(error, RuntimeError):  # what torch.distributed raises
-                self._ranks.explain()
-            raise
-
-
-def least_memory(ranks: Ranks) -> tuple[int, int]:
-    """(free, all) bytes, the least of all ranks' devices. Raises SpesError where a rank has ended."""
-    ranks.check()
-    try:
-        with ranks.watch("measure"):
-            broadcast_object(ranks, ["measure", {}])
-            return least_free_and_total_bytes(ranks)
-    except RuntimeError:
-        ranks.explain()
-        raise
-
-
-def _step_that_fits(rank: RankTrainer, batch: Batch, should_drop: ShouldDrop) -> StepResult | None:
-    while True:
-        try:
-            return rank.train_step(batch, should_drop)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = out_of_memory(error, f"training {len(rank.owned)} expert columns")
-            if rank.is_updating or rank.ranks.world_size > 1:
-                raise failure from error
-        # out here nothing holds the failed step's tensors any more
-        change = rank.use_less_memory()
-        if not change:
-            raise failure
-        rank.notes.append(f"{failure}; the step is repeated with {change}, which is kept from now on")
-
-
-def _packed(batch: Batch) -> dict[str, Any]:
-    tokens = batch.tokens.astype(np.int32)
-    return {"shape": tokens.shape, "tokens": tokens.tobytes(), "loss_mask": batch.loss_mask.tobytes()}
-
-
-def unpacked(shape: list[int], tokens: bytes, loss_mask: bytes) -> Batch:
-    """The batch that rank 0 sent, without positions."""
-    return Batch(
-        np.frombuffer(tokens, np.int32).reshape(shape).astype(np.int64),
-        np.frombuffer(loss_mask, np.bool_),
-        np.empty(0, np.int64),
-    )
+        self._others.stop()
 
 
 def _check_batch(sequences: int, ranks: Ranks) -> None:

@@ -33,11 +33,11 @@ from spes_p2p.parent import end_with
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
 from spes_p2p.train.moments import read_moments, take_moments
+from spes_p2p.train.others import unpacked
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, private_state
 from spes_p2p.train.rank import RankTrainer, value_hashes
 from spes_p2p.train.trained_model import TrainedTransformer
-from spes_p2p.train.trainer import unpacked
 from spes_p2p.train.watchdog import Watchdog
 
 _START_SECONDS = 120.0
@@ -144,11 +144,11 @@ def serve(ranks: Ranks) -> None:
             return
         if name == "measure":  # before there is anything to train
             least_free_and_total_bytes(ranks)
-            continue
-        trainer = _build(ranks, **arguments) if name == "build" else trainer
-        if name != "build":
-            if trainer is None:
-                raise LocalProtocolError(f"command {name} came before build")
+        elif name == "build":
+            trainer = _build(ranks, **arguments)
+        elif trainer is None:
+            raise LocalProtocolError(f"command {name} came before build")
+        else:
             _COMMANDS[name](trainer, **arguments)
 
 
@@ -156,10 +156,6 @@ def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
     torch.set_num_threads(threads)  # as rank 0: the same bits at every rank
     checked = config_from_text(config)
     return RankTrainer(checked, state_layout(checked), ranks)
-
-
-def _adopt(trainer: RankTrainer, owned: list[int], **rest: Any) -> None:
-    trainer.adopt(tuple(owned), **rest)
 
 
 def _help_to_read(trainer: RankTrainer, block: int) -> None:
@@ -174,16 +170,12 @@ def _use_bases(trainer: RankTrainer, marks: list[tuple[int, bytes]], left_out: l
     trainer.guests.use({column: Hash(mark) for column, mark in marks}, None, left_out)
 
 
-def _take_fastest(trainer: RankTrainer, sizes: list[int], **batch: Any) -> None:
-    take_fastest_micro_batch(trainer, unpacked(**batch), tuple(sizes))
-
-
 def _use_decay(trainer: RankTrainer, begin_step: int, steps: int) -> None:
     trainer.decay = Decay(begin_step, steps) if steps else None
 
 
 _COMMANDS: dict[str, Callable[..., object]] = {
-    "adopt": _adopt,
+    "adopt": lambda trainer, owned, **rest: trainer.adopt(tuple(owned), **rest),
     "load_block": RankTrainer.load_block,
     "use_bases": _use_bases,
     "use_decay": _use_decay,
@@ -197,7 +189,7 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "moments": read_moments,
     "private_state": private_state,
     "take_moments": take_moments,
-    "take_fastest": _take_fastest,
+    "take_fastest": lambda trainer, sizes, **batch: take_fastest_micro_batch(trainer, unpacked(**batch), tuple(sizes)),
     "value_hashes": value_hashes,
 }
 """By what rank 0 calls them; each is given the trainer of this rank and the arguments that rank 0 has sent."""
