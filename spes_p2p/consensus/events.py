@@ -227,7 +227,9 @@ class DiskFull:
 
 @dataclass(frozen=True)
 class DiskHasRoom:
-    """There may be room again."""
+    """There may be room again; `for_state`: so much is free that a state fits."""
+
+    for_state: bool = False
 
 
 @dataclass(frozen=True)

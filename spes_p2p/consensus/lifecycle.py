@@ -114,9 +114,11 @@ class Lifecycle(Part):
         self._voting.not_persisted(durable if is_ours else VoteRecord(self._state.tip_hash), now)
         self._resume_degraded()
 
-    def disk_has_room(self) -> None:
-        """There may be room again: stage anew and vote. Others count on it once something was written."""
+    def disk_has_room(self, for_state: bool) -> None:
+        """There may be room again: stage anew and vote. Others count on it where there is room `for_state`, or once
+        something was written."""
         self._own.intent = replace(self._own.intent, can_vote=True)
+        self._liveness.was_full = self._liveness.was_full and not for_state
         self._staging.forget()
 
     def begin_incarnation(self, incarnation: int) -> None:

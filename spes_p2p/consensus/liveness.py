@@ -23,8 +23,8 @@ class Liveness:
     """`quorum_at`: when a live quorum of the tip's electors was heard last, or when we came to stand on the tip.
 
     `asking_since` is set while we ask, `answered` who has answered; `asked_at` is when that ended. `failing_since` is
-    since when what must be staged could not be. `was_full`: the disk had no room, and no vote or commit has found any
-    since.
+    since when what must be staged could not be. `was_full`: the disk had no room, and since then none for a state was
+    seen, nor has a vote or commit found any.
     """
 
     quorum_at: Moment

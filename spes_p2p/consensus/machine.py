@@ -100,8 +100,8 @@ def take(event: on.Event, parts: Parts, now: float) -> bool:
             parts.lifecycle.begin_incarnation(incarnation)
         case on.DiskFull(durable):
             parts.lifecycle.disk_full(durable, now)
-        case on.DiskHasRoom():
-            parts.lifecycle.disk_has_room()
+        case on.DiskHasRoom(for_state):
+            parts.lifecycle.disk_has_room(for_state)
         case on.HistoryChosen(children):
             parts.lifecycle.choose(children)
         case on.DecayOrdered(order):

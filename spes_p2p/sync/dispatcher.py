@@ -58,6 +58,9 @@ class Dispatcher:
         """Stops: no further action is begun."""
         self.was_full = False
         """The disk was found full, and no commit has found room since."""
+        self._has_promised = False
+        """Since the last commit we said by what is free that there is room. Once only: a quota may say otherwise each
+        time, and others would wait for us for ever."""
 
     def start(self) -> None:
         """After a restart we go on standing by the state that we have signed for."""
@@ -86,7 +89,9 @@ class Dispatcher:
         self.tell(on.ClockTicked())
         if self._retry_at is not None and self.now() > self._retry_at and not self.candidate.lock.locked():
             self._retry_at = None
-            self.tell(on.DiskHasRoom())
+            for_state = not self._has_promised and self._effects.has_room()
+            self._has_promised |= for_state
+            self.tell(on.DiskHasRoom(for_state))
             self._recover()
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
@@ -163,6 +168,7 @@ class Dispatcher:
 
     def found_room(self) -> None:
         """A commit was written."""
+        self._has_promised = False
         if self.was_full and not self.is_full:
             self.was_full = False
             self.notice(do.Notice("disk", "there is disk space again"))

@@ -9,6 +9,7 @@ what the peer around it provides.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.transfers import FewStreams, Transfers
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.candidate_state import CandidateState
@@ -287,6 +289,10 @@ class Driver:
 
     def make_room(self) -> None:
         self._history.make_room()
+
+    def has_room(self) -> bool:
+        store = self._disk.store
+        return shutil.disk_usage(store.directory).free >= store.layout.num_values * VALUE_BYTES
 
 
 def build_driver(run: Run, node: Node, disk: Disk, role: Role, hooks: Hooks) -> Driver:

@@ -89,7 +89,6 @@ class Candidate(Protocol):
     def finished(self, root: Hash) -> object | None:
         """The staged state with this root, if it is whole on disk."""
 
-
 class Owner(Protocol):
     """Who the dispatcher works for; the callbacks of `Hooks` that it needs."""
 
@@ -111,6 +110,9 @@ class Effects(Protocol):
 
     def make_room(self) -> None:
         """The disk is full: work that needs room ends, and what is kept for others goes."""
+
+    def has_room(self) -> bool:
+        """Whether the disk says that a state fits on it; a quota may be less."""
 
 
 class SliceWork(Protocol):

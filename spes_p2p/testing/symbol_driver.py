@@ -284,3 +284,6 @@ class SymbolDriver:
 
     def make_room(self) -> None:
         self.history.cancel()
+
+    def has_room(self) -> bool:
+        return not self.disk.full

@@ -113,6 +113,33 @@ def test_who_has_no_room_for_long_is_waited_for_no_longer_than_who_is_gone(folde
     in_swarm(folder, play, small_config(peers=2))
 
 
+@pytest.mark.parametrize("for_state", [True, False])
+def test_who_has_room_again_is_counted_on_before_it_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, for_state: bool
+) -> None:
+    """With the leader gone nobody proposes, so there is nothing to write: the two that are left would go on only when
+    they may do so without a quorum. So they do where there is room for votes alone."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await until(lambda: {life.round for life in swarm.up} == {(stood := peer(swarm, "a").round)} and stood > 1)
+        gone = peer(swarm, peer(swarm, "a").driver.core.state.electorate.leader(0))
+        full, other = (life for life in swarm.up if life is not gone)
+        monkeypatch.setattr(full.driver, "has_room", lambda: False)
+        stood = full.round
+        with raising(full.votes, "write", StorageFull):
+            await gone.kill()
+            await until(lambda: bool(full.notices))
+            await until(lambda: not other.driver.core.state.liveness.hears_quorum)
+        assert full.round == other.round == stood
+        monkeypatch.setattr(full.driver, "has_room", lambda: for_state)
+        await until(lambda: other.round > stood, 300.0)
+        assert other.chain.commit(stood + 1).certificate.kind == (QUORUM if for_state else DEGRADED)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
 def test_a_leader_whose_state_cannot_be_read_does_not_lead_for_ever(folder: Path) -> None:
     """What it fetches again and again, to build from it in vain, is no progress."""
 
