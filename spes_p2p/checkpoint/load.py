@@ -6,6 +6,7 @@ Putting the values into a model or a store is up to the callers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -69,8 +70,17 @@ def load_checkpoint(folder: Path, verify_state: bool = True, store: Path | None 
 
     `verify_state=False` checks only the sizes of the block files; so does `store`, a state store's folder, for those
     that are the same files as there: who uses the store checks them, and mends them. Raises CheckpointError naming the
-    damaged file.
+    damaged file; what the disk cannot read is no better.
     """
+    try:
+        return _load(folder, verify_state, store)
+    except OSError as error:
+        if error.errno != errno.EIO:  # the rest may pass, and is said as it is
+            raise
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}", fix=_FIX) from error
+
+
+def _load(folder: Path, verify_state: bool, store: Path | None) -> Checkpoint:
     metadata = read_metadata(folder)
     files: dict[str, dict[str, Any]] = metadata["files"]
     for name, record in files.items():

@@ -81,7 +81,10 @@ class PieceCache:
             if slot < 0:
                 return None
             place = self.grid.place(piece)
-            joined = os.pread(self._slots, place.size + place.proof_bytes, slot * self._slot_bytes)
+            try:
+                joined = os.pread(self._slots, place.size + place.proof_bytes, slot * self._slot_bytes)
+            except OSError:  # as good as damaged; a disk that is broken altogether says so at the next write
+                joined = b""
         if self.grid.is_sound(piece, memoryview(joined)[: place.size], joined[place.size :]):
             return joined
         with self._lock:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import os
 import shutil
 import signal
@@ -131,6 +134,26 @@ def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path: Path,
     assert checkpoint.step == 100
     assert ["step-00000300" in warnings[0], "step-00000200" in warnings[1]] == [True, True]
     assert all("step-00000100" in warning and "json" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "private.safetensors", "state/block-00001.f32"])
+def test_the_one_before_one_that_the_disk_cannot_read_is_used(
+    tmp_path: Path, store: StateStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for step in (100, 200):
+        save(tmp_path, store, step)
+    real = io.open
+
+    def failing(path: Path, *mode: Any, **how: Any) -> Any:
+        if Path(path) == tmp_path / "step-00000200" / name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *mode, **how)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", failing)
+    checkpoint, [warning] = load_latest(tmp_path)
+    assert checkpoint.step == 100
+    assert "step-00000200 cannot be read: Input/output error" in warning
 
 
 def test_without_any_good_checkpoint_all_the_reasons_are_given(tmp_path: Path, store: StateStore) -> None:

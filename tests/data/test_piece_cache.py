@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +100,23 @@ def test_damage_on_disk_is_a_piece_that_is_not_there(pieces: FolderPieces, tmp_p
     assert again.held == 1
     assert fill(again, pieces, 2, 3) == [True, True]
     assert again.find(2) == pieces.find(2)
+
+
+def test_what_the_disk_cannot_read_is_a_piece_that_is_not_there(
+    pieces: FolderPieces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(pieces, tmp_path / "cache", 8)
+    fill(cache, pieces, 1, 2)
+
+    def fail(*read: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        assert cache.find(1) is None
+    assert here(cache) == [2]
+    assert fill(cache, pieces, 1) == [True]
+    assert cache.find(1) == pieces.find(1)
 
 
 def test_a_full_disk_leaves_what_is_there(pieces: FolderPieces, tmp_path: Path) -> None:
