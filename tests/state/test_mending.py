@@ -157,6 +157,18 @@ def test_a_damaged_list_of_what_was_handed_out_costs_nothing_else(store: StateSt
     again.version(2).verify()
 
 
+def test_a_file_that_is_cut_short_while_it_is_mapped_ends_nobody(store: StateStore) -> None:
+    """As with a disk that fails, a look at the map would end the process."""
+    version, tile_id = store.version(1), store.layout.tile_ids_of(1)[0]
+    good = bytes(version.sound_tile(tile_id))
+    os.truncate(version.block_path(1), 0)
+    assert store.find(version.tile_hashes[tile_id]) is None
+    with pytest.raises(TileDamaged, match=r"block-00001\.f32"):
+        version.sound_tile(tile_id)
+    version.mend(tile_id, good)
+    assert bytes(version.sound_tile(tile_id)) == good
+
+
 def test_a_tile_that_the_disk_cannot_read_is_damaged(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad_sector(descriptor: int, size: int, offset: int) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
