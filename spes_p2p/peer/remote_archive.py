@@ -33,7 +33,7 @@ from spes_p2p.files import PARTIAL, write_whole
 from spes_p2p.ids import HASH_BYTES, Hash
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.folder import as_it_began, holds_run
-from spes_p2p.peer.remote_folder import CHECK_FIX, RemoteFolder
+from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.state.hashes import hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.staging import Staging
@@ -106,29 +106,31 @@ class RemoteArchive:
     async def restore_chain(self, chain: Chain, renewals: Path) -> None:
         """Takes over the commits that are only there, and what was signed where nobody was left.
 
-        Without the storage a node with a chain goes on; one without would begin the run a second time, and raises
-        NetworkError. Raises PermanentError where another run is kept there, RemoteProtocolError for forged commits.
+        Without what is there a node with a chain goes on; one without would begin the run a second time, and raises
+        NetworkError, or RemoteProtocolError for what is missing, damaged or forged. Raises PermanentError where another
+        run is kept there.
         """
+        has_begun = chain.length > 0
         try:
             await self._look(chain)
+            if (kept := self._kept) is None:
+                return
+            known = min(chain.length, len(kept.line))
+            if known and manifest_hash(chain.commit(known - 1).manifest) != kept.line[known - 1]:
+                self._say(
+                    f"{self._folder.url} has another history of this run, which is left alone until it is replaced"
+                )
+                return
+            for names in _parts(kept.line[chain.length :], 8 * AT_ONCE):
+                commits = await _each([self._commit(name) for name in names])
+                await self._in_thread(self._append, chain, commits)
+            if known < len(kept.line):
+                self._say(f"took over the certificates up to round {kept.round} from {self._folder.url}")
+            await self._restore_renewals(renewals)
         except (NetworkError, RemoteProtocolError) as error:
-            if chain.length == 0:
+            if not has_begun:
                 raise
             self._say_once(f"the archive cannot be read yet: {error}")
-            return
-        kept = self._kept
-        if kept is None:
-            return
-        known = min(chain.length, len(kept.line))
-        if known and manifest_hash(chain.commit(known - 1).manifest) != kept.line[known - 1]:
-            self._say(f"{self._folder.url} has another history of this run, which is left alone until it is replaced")
-            return
-        for names in _parts(kept.line[chain.length :], 8 * AT_ONCE):
-            commits = await _each([self._commit(name) for name in names])
-            await self._in_thread(self._append, chain, commits)
-        if known < len(kept.line):
-            self._say(f"took over the certificates up to round {kept.round} from {self._folder.url}")
-        await self._restore_renewals(renewals)
 
     async def restore_state(self, store: StateStore, chain: Chain) -> None:
         """Puts the state that is there into `store`, where it is newer and of our chain. Raises StorageFull.
@@ -173,7 +175,7 @@ class RemoteArchive:
     async def _commit(self, name: Hash) -> Commit:
         data = await self._in_thread(self._folder.read, _commit(name))
         if data is None:
-            raise NetworkError(f"{self._folder.url} has no {_commit(name)}", fix=CHECK_FIX)
+            raise RemoteProtocolError(f"{_commit(name)} at {self._folder.url} is missing", fix=MEND_FIX)
         try:
             return unpack(Commit, data)
         except RemoteProtocolError as error:

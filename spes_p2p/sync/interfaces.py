@@ -89,6 +89,7 @@ class Candidate(Protocol):
     def finished(self, root: Hash) -> object | None:
         """The staged state with this root, if it is whole on disk."""
 
+
 class Owner(Protocol):
     """Who the dispatcher works for; the callbacks of `Hooks` that it needs."""
 

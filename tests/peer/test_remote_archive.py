@@ -520,6 +520,29 @@ def test_values_and_certificates_that_were_changed_there_are_not_taken(folder: P
     with_archive(folder, play, CONFIG)
 
 
+@pytest.mark.parametrize("bad", [None, b"damaged"])
+def test_a_certificate_that_is_lost_there_ends_no_node_that_has_a_chain(folder: Path, bad: bytes | None) -> None:
+    """The others have it; who has none is told which it is, and what brings it back."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await kept_evening(swarm)
+        remote, ours, said = RemoteFolder(URL), swarm.organiser.chain, list[str]()
+        name = f"commits/{manifest_hash(ours.commit(newest.round - 1).manifest).hex()}"
+        remote.remove(name)
+        if bad is not None:
+            remote.write(name, bad)
+        with pytest.raises(RemoteProtocolError, match=name) as caught:
+            await restored(swarm, folder / "empty", remote, said)
+        assert "start the node that kept it once more" in caught.value.fix
+        older = Chain(folder / "older")
+        older.append(ours.commit(0))
+        await archive_of(swarm, remote, said).restore_chain(older, folder / "renewals")
+        assert name in said[-1]
+        assert older.length == 1
+
+    with_archive(folder, play, CONFIG)
+
+
 def test_another_run_does_not_write_there(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await kept_evening(swarm)
