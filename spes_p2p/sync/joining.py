@@ -187,6 +187,8 @@ class Settling:
         self._votes = votes
         self._sources = sources
         self._transfers = run.transfers(node.transport)
+        self._has_parted = False
+        """Whether somebody was found on a history without our tip."""
 
     async def settle(self, is_new: bool = False) -> Disk:
         """`is_new`: the state was made just now. Raises as `Joining.enter` does; the store stays open."""
@@ -258,7 +260,7 @@ class Settling:
                 if not may_lack_quorum:
                     waiting[peer] = True, most
                     continue
-                newest = tip
+                newest, self._has_parted = tip, True
             except (NetworkError, RemoteProtocolError):
                 newest = tip
             for commit in dict.fromkeys((newest, tip)):
@@ -275,7 +277,8 @@ class Settling:
     async def _whole(self, tip: Commit) -> Commit:
         """Hashes the state of the tip, and mends it; a newer tip where nobody has its bytes any more.
 
-        Raises TileDamaged where nobody has those either.
+        Where nobody has those either, but somebody is on another history: an older tip, from which the driver chooses.
+        Else raises TileDamaged.
         """
         version = self._store.version(tip.manifest.round)
         size_bytes = self._run.layout.num_values * VALUE_BYTES
@@ -292,10 +295,19 @@ class Settling:
         if not left:
             return tip
         self._node.say(f"{version.damage(left[0])}; no peer that answers has it: looking for a newer state")
-        newer = await self._fetch_instead(tip, [])
-        if newer is None:
+        if (newer := await self._fetch_instead(tip, [])) is not None:
+            return newer
+        older = self._committed_before(version.round)
+        if older is None or not self._has_parted:
             raise version.damage(left[0])
-        return newer
+        self._node.say(f"others are on another history of the run: going on from round {older.manifest.round}")
+        return await self._whole(older)
+
+    def _committed_before(self, round: int) -> Commit | None:
+        """The newest commit before `round` whose state is here."""
+        before = (at for at in reversed(self._store.rounds()) if at < round)
+        found = next((at for at in before if _is_committed(self._store.version(at), self._chain)), None)
+        return None if found is None else self._chain.commit(found)
 
 
 def _drop_uncommitted(store: StateStore, chain: Chain) -> None:

@@ -262,3 +262,32 @@ def test_a_change_that_is_far_too_large_is_judged_when_others_are_there(folder: 
         check_agreement(swarm)
 
     in_swarm(folder, play, small_config(peers=5))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_who_comes_back_with_a_damaged_state_that_only_its_lost_history_had_settles_before_it(
+    folder: Path, rounds: int
+) -> None:
+    """Nobody can mend it, and nobody has a newer one on top of it."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(NAMES, QUICK)
+        await swarm.until_round(3)
+        life = peer(swarm, "e")
+        for other in swarm.up:
+            other.work = replace(other.work, step_seconds=STEP_SECONDS if other is life else LONG_STEP_SECONDS)
+        stood = await standing(swarm)
+        swarm.network.partition(["e"])
+        await until(lambda: life.round >= stood + rounds, 600.0)
+        await life.kill()
+        with open(life.store.version(life.round).block_path(0), "r+b") as file:
+            file.write(b"damaged")
+        await swarm.until_round(stood + 2, "abcd")
+        swarm.network.heal()
+        again = await swarm.add("e")
+        assert f"others are on another history of the run: going on from round {life.round - 1}" in again.said
+        await until(counts(swarm, "e"), 600.0)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=5))
