@@ -20,7 +20,7 @@ from spes_p2p.peer.options import PeerOptions, check_columns, column_budget, con
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, Reach
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.ports import Network
-from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.chain import CommitFiles
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.node import Run
@@ -150,7 +150,7 @@ def check_kept_is_open(folder: Path, fingerprint: str | None) -> None:
     if (info := kept_run(folder, fingerprint)) is None or not (folder / RUN / CHAIN).is_dir():
         return
     last_round = load_orders(folder / RUN / WORDS_FILE, info, EnvelopeChecker(RsaVerifier()).check).last_round
-    newest = Chain(folder / RUN / CHAIN, mends=False).length - 1
+    newest = CommitFiles(folder / RUN / CHAIN, mends=False).count() - 1
     if last_round is not None and newest >= last_round:
         raise PermanentError(
             f"run {info.run_id} is over: its organiser ended it with round {newest}",

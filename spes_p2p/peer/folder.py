@@ -18,7 +18,7 @@ from spes_p2p.files import make_folder, write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
-from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.chain import CommitFiles
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack, unpack
 
@@ -65,7 +65,7 @@ def claim_folder(folder: Path, info: RunInfo, layout: Layout, me: PeerId) -> Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any((folder / CHAIN).glob("*.commit")):
-        _check_genesis(Chain(folder / CHAIN).commit(0).manifest.fingerprint, folder, info)
+        _check_genesis(CommitFiles(folder / CHAIN, mends=True).parsed(0).manifest.fingerprint, folder, info)
         _check_owner(folder, me)
         write_whole(folder / INFO_FILE, pack(info))
         return

@@ -29,6 +29,7 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import MOST_BEYOND, CatchUp, HistoryDiverged, TooManyRounds, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.chain_mending import opened_chain
 from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.scrub import TileRepairer
@@ -82,7 +83,7 @@ class Joining:
             raise
 
     async def _begun(self, store: StateStore, intent: Intent, data: Callable[[DataRequest], Blob] | None) -> Disk:
-        chain = Chain(self._folder / "chain")
+        chain = await opened_chain(self._folder / "chain", self._run, self._node, self._sources)
         votes = VoteBook(self._folder / "votes", self._node.new_incarnation)
         for problem in store.problems:
             self._node.say(str(problem))

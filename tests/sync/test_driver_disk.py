@@ -22,7 +22,7 @@ from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull, TileDamaged
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
-from spes_p2p.wire import pack
+from spes_p2p.wire import pack, unpack
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,
@@ -389,6 +389,36 @@ def test_a_damaged_round_is_fetched_again(folder: Path, voted: str) -> None:
         await swarm.add("b")
         assert any("block-00002" in text for text in peer(swarm, "b").said)
         assert peer(swarm, "b").driver.core.state.own.incarnation == life.driver.core.state.own.incarnation
+        await until(counts(swarm, "b"))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
+def test_a_damaged_certificate_is_taken_from_others_at_the_start(folder: Path, damaged: tuple[int, ...]) -> None:
+    """The newest, the one before it, and both."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        life = peer(swarm, "b")
+        await life.kill()
+        paths = [folder / "b" / "chain" / f"{life.round - before:08d}.commit" for before in damaged]
+        whole = [path.read_bytes() for path in paths]
+        for path in paths:
+            path.write_bytes(b"damaged")
+        await asyncio.gather(*(peer(swarm, name).kill() for name in "ac"), swarm.kill_organiser())
+        with pytest.raises(StateError, match=r"commit is damaged"):
+            await swarm.add("b")
+        await swarm.start_organiser()
+        await asyncio.gather(swarm.add("a"), swarm.add("c"))
+        await swarm.add("b")
+        again = peer(swarm, "b")
+        assert again.driver.core.state.own.incarnation == life.driver.core.state.own.incarnation
+        for path, before in zip(paths, whole, strict=True):
+            assert f"the certificate of round {int(path.stem)} was damaged" in "".join(again.said)
+            assert unpack(Commit, path.read_bytes()).manifest == unpack(Commit, before).manifest
         await until(counts(swarm, "b"))
         check_agreement(swarm)
 
