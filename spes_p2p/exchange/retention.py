@@ -17,8 +17,8 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
 
-IDLE_SECONDS = 600.0
-"""A lease that is not renewed ends: tiles of one request may take minutes on a slow link."""
+IDLE_SECONDS = 2100.0
+"""A lease that is not renewed ends: a request for tiles may wait in line, and be answered, for 34 minutes in all."""
 LONGEST_SECONDS = 24 * 3600.0
 MOST_STATES = 2
 """States that are kept for others, beside the two newest."""

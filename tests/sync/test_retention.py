@@ -11,8 +11,10 @@ import pytest
 
 from spes_p2p.errors import LinkTooSlow, StorageFull
 from spes_p2p.exchange import retention
+from spes_p2p.exchange.patience import Patience
 from spes_p2p.exchange.requests import HashesRequest, Request, TilesRequest, WiresRequest
 from spes_p2p.exchange.retention import Retention
+from spes_p2p.exchange.transfers import IN_FLIGHT_BYTES, Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
@@ -58,6 +60,13 @@ def tiles_of(store: StateStore, round: int, tile: int = 0) -> Request:
 
 def state_of(round: int) -> Request:
     return HashesRequest(Hash(b""), round)
+
+
+def test_a_lease_outlives_the_longest_that_a_request_for_tiles_may_take() -> None:
+    """It is renewed when a request's turn has come."""
+    patience = Patience(lambda: Transfers.LEAST_SECONDS, lambda: 0.0)
+    in_line = being_sent = patience.seconds(A, IN_FLIGHT_BYTES)
+    assert in_line + being_sent < retention.IDLE_SECONDS
 
 
 def test_a_lease_holds_a_state_and_what_was_handed_out_since(swarm_store: StateStore) -> None:
