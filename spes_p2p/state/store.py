@@ -42,8 +42,8 @@ class StateStore:
     def __init__(self, directory: Path | str, layout: Layout, read_only: bool = False) -> None:
         """Opens or creates the store.
 
-        `problems` lists versions on disk that cannot be read (they are left alone). Raises StateError where another
-        process writes to the store.
+        `problems` lists versions on disk that cannot be read: they are left alone until a newer one is there. Raises
+        StateError where another process writes to the store.
         """
         self.directory = Path(directory)
         self.layout = layout
@@ -217,6 +217,9 @@ class StateStore:
         publish_folder(staging.folder, target)
         version = Version(target, staging.round, self.layout)
         self._versions[staging.round] = version
+        for folder, round in _folders_in(self.directory):
+            if round < staging.round and round not in self._versions:  # of `problems`
+                remove_folder(folder)
         for round_label in [at for at in self._stagings if at[0] <= staging.round]:
             other = self._stagings.pop(round_label)
             if other is not staging:
@@ -260,12 +263,18 @@ def _opened(folder: Path, layout: Layout) -> Version | None:
 
 
 def _versions_in(directory: Path, layout: Layout, problems: list[StateError]) -> Iterator[tuple[int, Version]]:
+    for folder, round in _folders_in(directory):
+        try:
+            yield round, Version(folder, round, layout)
+        except StateError as error:
+            problems.append(error)
+
+
+def _folders_in(directory: Path) -> Iterator[tuple[Path, int]]:
+    """Those of versions, with their rounds, readable or not."""
     for folder in sorted(directory.glob("round-*")):
         if match := _ROUND.fullmatch(folder.name):
-            try:
-                yield int(match[1]), Version(folder, int(match[1]), layout)
-            except StateError as error:
-                problems.append(error)
+            yield folder, int(match[1])
 
 
 def _stagings_in(

@@ -44,6 +44,25 @@ def test_a_file_cut_short_is_named_and_the_version_before_it_is_used(tmp_path: P
     assert reopened(store).rounds() == (0, 1)
 
 
+def test_a_version_that_cannot_be_read_goes_when_a_newer_one_is_there(tmp_path: Path) -> None:
+    """Nothing else would ever remove it, and it takes as much disk as a state."""
+    store = small_store(tmp_path)
+    for round in (1, 2, 3):
+        commit_round(store, round, [0])
+    cut = {round: store.version(round).block_path(0) for round in (2, 3)}
+    store.close()
+    for path in cut.values():
+        path.write_bytes(b"cut")
+    store = StateStore(tmp_path, store.layout)
+    assert store.rounds() == (0, 1)
+    for round, parent in ((2, 1), (4, 2)):
+        assert cut[3].exists()
+        staging = store.stage(round, parent)
+        staging.finish()
+        staging.publish()
+    assert [path.name for path in sorted(tmp_path.glob("round-*"))] == [f"round-{at:08d}" for at in store.rounds()]
+
+
 def test_every_flipped_bit_is_found_in_its_tile(tmp_path: Path) -> None:
     store = small_store(tmp_path)
     for tile in store.layout.tiles:
