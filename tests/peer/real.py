@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.observe.events import Step
 from spes_p2p.state.store import StateStore
 from spes_p2p.testing.processes import Process
 from tests.fork_server import ForkedSwarm
@@ -62,34 +58,6 @@ def quiet_port() -> int:
                 continue
             return port
     raise AssertionError("no port is free")
-
-
-def until(what: Callable[[], bool], process: Process, timeout_seconds: float = WAIT_SECONDS) -> None:
-    """Waits for what another process does; fails when it ends before."""
-    end = time.monotonic() + timeout_seconds
-    while not what():
-        assert process.exit_code is None, f"{process.name} ended with {process.exit_code}:\n{process.output()}"
-        assert time.monotonic() < end, f"not in time:\n{process.output()}"
-        time.sleep(0.01)
-
-
-def wait_for_step(process: Process, step: int) -> None:
-    """Waits until it makes this step or a later one. What a process before it wrote into the same file is none."""
-    process.read_events()
-    before = len(process.seen)
-
-    def reached() -> bool:
-        process.read_events()
-        return any(isinstance(event, Step) and event.step >= step for _, event in process.seen[before:])
-
-    until(reached, process)
-
-
-def end_at_step(process: Process, step: int, number: signal.Signals) -> int:
-    """Sends a signal once the peer has made this step; its exit code."""
-    wait_for_step(process, step)
-    process.send(number)
-    return process.wait(15.0)
 
 
 def losses(folder: Path) -> dict[int, set[float]]:
