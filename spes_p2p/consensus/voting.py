@@ -172,7 +172,11 @@ class Voting(Part):
 
     def forget_record(self, above: int) -> None:
         """Votes are not given twice: from now on we are a newcomer."""
-        self._state.notify("votes", "this peer's disk is older than what it has said before: it rejoins as a newcomer")
+        self._state.notify(
+            "votes",
+            "others have heard more of this peer than its disk knows: it rejoins as a newcomer; if this comes again "
+            "and again, its identity.key is in use on another machine, too",
+        )
         self._own.incarnation = NOBODY_AS_YET
         self.resume(VoteRecord(self._state.tip_hash))
         self.forget_degraded()

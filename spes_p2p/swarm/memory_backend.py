@@ -64,6 +64,12 @@ class MemoryNetwork:
         self._peers[name] = MemoryPeer(self, name)
         return self._peers[name]
 
+    def twin(self, peer_id: PeerId | str) -> MemoryPeer:
+        """One more process with the same identity, on another machine: both speak, and whoever dials gets this one."""
+        name = PeerId(peer_id)
+        self._peers[name] = MemoryPeer(self, name)
+        return self._peers[name]
+
     def freeze(self, peer_id: PeerId | str) -> None:
         """SIGSTOP, as others see it: no byte goes in or out until `thaw`. The peer's own timers run on."""
         self.roads.freeze(PeerId(peer_id), True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendWork
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, until
 
 
@@ -40,6 +40,27 @@ def test_a_disk_from_a_copy_does_not_vote_for_what_it_has_forgotten(folder: Path
         assert back.driver.core.state.own.incarnation == back.votes.incarnation
         assert any(notice.kind == "votes" for notice in back.notices)
         await until(counts(swarm, "c"))
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_an_identity_that_two_machines_use_holds_nobody_up_and_both_are_told(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abc")
+        await swarm.until_round(2)
+        first = swarm.peers[PeerId("c")]
+        swarm.network.twin("c")
+        second = PretendPeer(swarm, PeerId("c"), folder / "elsewhere", PretendWork(), first.intent)
+        await second.start()
+        await swarm.until_round(8, "ab")
+        for life in (first, second):
+            told = {notice.text for notice in life.notices if notice.kind == "votes"}
+            assert any("its identity.key is in use on another machine" in text for text in told)
+            life.net.stop()
+            await life.kill()
+            assert life.failures == []
         check_agreement(swarm)
         check_leases(swarm)
 
