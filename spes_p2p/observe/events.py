@@ -16,7 +16,7 @@ import time as wall_time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args
 
 from spes_p2p.errors import SpesError, StorageFull
 
@@ -183,8 +183,12 @@ class Error:
     fix: str = ""
 
     @classmethod
-    def of(cls, error: SpesError) -> Error:
+    def of(cls, error: SpesError) -> Self:
         return cls(str(error), error.fix)
+
+
+class LastError(Error):
+    """With which the command ends, which says it itself."""
 
 
 Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Tasks | Note | Warning | Error

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.files import storing
-from spes_p2p.observe.events import Event, Note, Sink, from_json, to_json
+from spes_p2p.observe.events import Event, LastError, Note, Sink, from_json, to_json
 from spes_p2p.observe.text import line, scalars
 
 METRICS_FILE = "metrics.jsonl"
@@ -117,14 +117,15 @@ class TextStream(Protocol):
 
 
 class PlainLines:
-    """One line of text an event, for logs and pipes."""
+    """One line of text an event, for logs and pipes; none for what the command itself says in the end."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream = stream
 
     def write(self, time: float, event: Event) -> None:
-        self._stream.write(f"{line(event)}\n")
-        self._stream.flush()
+        if not isinstance(event, LastError):
+            self._stream.write(f"{line(event)}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         self._stream.flush()

@@ -15,6 +15,7 @@ import torch
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.membership import Admission
 from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.data.feed import PieceDataset
@@ -26,7 +27,7 @@ from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.files import make_folder, on_a_sound_disk
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
-from spes_p2p.observe.events import Error, EventBus, Note, Pause, Peer, Round, Warning
+from spes_p2p.observe.events import EventBus, LastError, Note, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks, unfailing
@@ -127,7 +128,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
         except Stopped:
             say("stopped before training began")
         except SpesError as error:
-            bus.emit(Error.of(error))
+            bus.emit(LastError.of(error))
             raise
     return "".join(around.last_words)
 
@@ -378,8 +379,9 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
     after = {member.peer for member in manifest.members}
     for peer in sorted(after - before):
         bus.emit(Peer("joined", peer, manifest.round, own=peer == me))
+    excluded = Admission(manifest.roll, banned=manifest.banned)
     for peer in sorted(before - after):
-        is_banned, has_left = peer in manifest.banned, peer in event.leavers
+        is_banned, has_left = excluded.is_banned(peer), peer in event.leavers
         proof = connection.disk.proofs.path_of(peer) if is_banned else None
         change: Literal["banned", "left", "lost"] = "banned" if is_banned else "left" if has_left else "lost"
         bus.emit(Peer(change, peer, manifest.round, "" if proof is None else str(proof), own=peer == me))

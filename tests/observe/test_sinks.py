@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import ConfigError, StorageFull
-from spes_p2p.observe.events import Event, EventBus, Warning
+from spes_p2p.observe.events import Event, EventBus, LastError, Warning
 from spes_p2p.observe.sinks import (
     EventReader,
     JsonLines,
@@ -137,6 +137,16 @@ def test_text_of_every_event_is_one_line(event: Event) -> None:
     PlainLines(stream).write(0.0, event)
     assert stream.getvalue() == f"{line(event)}\n"
     assert "\n" not in line(event)
+
+
+def test_the_error_that_a_command_ends_with_is_left_to_the_command() -> None:
+    text, kept = io.StringIO(), io.StringIO()
+    bus = EventBus(PlainLines(text), JsonStream(kept))
+    bus.emit(LastError.of(ConfigError("the organiser has banned this peer", fix="ask the organiser")))
+    assert text.getvalue() == ""
+    event = json.loads(kept.getvalue())
+    del event["time"]
+    assert event == {"event": "error", "message": "the organiser has banned this peer", "fix": "ask the organiser"}
 
 
 def test_lines_say_what_matters() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from spes_p2p.consensus.membership import Roll
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.observe.events import EventBus, Peer
 from spes_p2p.peer.run import _note_commit, about_itself
@@ -29,14 +30,21 @@ def test_a_peer_says_who_it_is_and_whether_it_takes_part_yet() -> None:
 def test_what_becomes_of_this_peer_is_told_apart_from_what_becomes_of_others() -> None:
     before, commit = COMMITS[0].manifest, COMMITS[1]
     alone = replace(commit, manifest=replace(commit.manifest, members=()))
-    for parent, newest, change in ((before, alone, "lost"), (replace(before, members=()), commit, "joined")):
+    banned = replace(commit, manifest=replace(alone.manifest, roll=Roll(MADE.info.fingerprint, 1, banned=(A,))))
+    for parent, newest, change in (
+        (before, alone, "lost"), (before, banned, "banned"), (replace(before, members=()), commit, "joined"),
+    ):  # fmt: skip
         event = Applied(newest, parent, None, False, frozenset(), False, {}, 0, 0, 1.0, frozenset())
+        failures: list[Exception] = []
         for me in (A, B):
             recorder = Recorder()
             connection: Any = SimpleNamespace(
                 peer_id=me, info=MADE.info, config=MADE.config, data=SimpleNamespace(traffic=DataTraffic()),
                 found=SimpleNamespace(run=SimpleNamespace(rules=MADE.rules)),
+                gate=SimpleNamespace(failed=failures.append),
+                disk=SimpleNamespace(proofs=SimpleNamespace(path_of=lambda peer: None)),
             )  # fmt: skip
             _note_commit(event, connection, EventBus(recorder))
             [told] = [event for event in recorder.events if isinstance(event, Peer)]
             assert told == Peer(change, A, 1, own=me == A)  # type: ignore[arg-type]
+        assert len(failures) == (change == "banned")  # it is the end of who was banned alone
