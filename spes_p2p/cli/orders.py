@@ -100,7 +100,8 @@ def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
 
     Example: spes-p2p run vouch QmAbc... --folder bootstrap-node
     """
-    from spes_p2p.peer.inviting import no_more_by_electors
+    from spes_p2p.peer.folder import kept_run
+    from spes_p2p.peer.inviting import no_more_by_electors, vouching_note
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.wishes import change_vouches
     from spes_p2p.swarm.hivemind_backend.identity import signer_of
@@ -110,6 +111,8 @@ def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
     organiser = decode(kept_invite(folder, EXAMPLE)).organiser
     if signer_of(folder / "identity.key").peer_id != organiser:
         said = change_vouches(folder, named, undo)
+        if not undo and (note := vouching_note(kept_run(folder))):
+            typer.echo(note)
         typer.echo(f"this peer vouches for: {', '.join(said) or 'nobody'}")
         typer.echo("it says so while it runs; for whom two thirds of the electors vouch votes from the next round on")
         if not undo and (note := no_more_by_electors(folder, named)):

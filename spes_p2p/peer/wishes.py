@@ -12,8 +12,8 @@ from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
 from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
+from spes_p2p.observe.sinks import METRICS_FILE
 from spes_p2p.peer.folder import RUN
-from spes_p2p.sync.organising.seat import LOOKING_ON
 
 PATIENT_LOOKS = 3
 """Heartbeats in which everybody has heard who pauses."""
@@ -115,7 +115,7 @@ def change_vouches(folder: Path, peers: Collection[PeerId], undo: bool) -> tuple
     """All for whom the peer of this folder vouches from now on. Raises ConfigError, StorageFull."""
     known = {*vouches_in(folder)}
     said = tuple(sorted(known - {*peers} if undo else known | {*peers}))
-    if not (folder / RUN).is_dir() or (folder / RUN / LOOKING_ON).exists():
+    if not (folder / RUN).is_dir() or not (folder / METRICS_FILE).exists():  # a mirror has none, and vouches for nobody
         raise ConfigError(f"{folder} holds no run of a peer", fix="give the folder of a peer that votes with --folder")
     if len(said) > MAX_VOUCHED:
         raise ConfigError(f"{len(said)} peers to vouch for", fix=f"at most {MAX_VOUCHED} fit: forget some with --undo")

@@ -20,9 +20,11 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.node import can_be_audited
 from spes_p2p.sync.organiser_words import Words
+from spes_p2p.wire import pack
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import refused
 from tests.cli.test_join import Serve, rounds, serving
+from tests.sync.chains import MadeRun
 
 __all__ = ["serving"]
 
@@ -246,6 +248,10 @@ def test_an_elector_vouches_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "invite.txt").write_text(encode(invite))
     refused(spes_p2p("run", "vouch", own, "-f", str(tmp_path)), "holds no run of a peer")
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "info").write_bytes(pack(MadeRun().info))
+    (tmp_path / "metrics.jsonl").touch()
     refused(spes_p2p("run", "vouch", "somebody", "-f", str(tmp_path)), "'somebody' is not the id of a peer")
-    assert f"this peer vouches for: {other}\n" in spes_p2p("run", "vouch", other, "-f", str(tmp_path)).output
+    output = spes_p2p("run", "vouch", other, "-f", str(tmp_path)).output
+    assert f"this peer vouches for: {other}\n" in output
+    assert "in this run every member votes" in output
     assert "this peer vouches for: nobody\n" in spes_p2p("run", "vouch", other, "--undo", "-f", str(tmp_path)).output

@@ -34,8 +34,6 @@ HELD_BYTES = 2**28
 """What contributions may take of memory here; a trainer allows itself more."""
 INITIAL = frozenset({0})
 RETRY_BEATS = 10
-LOOKING_ON = "looking-on"
-"""In the folder of a run: the votes of a node that casts none."""
 
 
 def vouch_fix(folder: Path, waiting: Iterable[PeerId]) -> str:
@@ -82,7 +80,7 @@ class Seat:
         self._sources = sources
         self.fatal = fatal
         self._is_member = duty is Duty.SERVER
-        name = "votes" if self._is_member else LOOKING_ON  # who looks on stands by no vote of its own
+        name = "votes" if self._is_member else "looking-on"  # who looks on stands by no vote of its own
         self._votes = VoteBook(files.folder / name, node.new_incarnation)
         self._intent = Intent(uplink_bytes_per_second=int(max_upload or 0))
         if self._is_member:
