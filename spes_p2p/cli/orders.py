@@ -5,6 +5,7 @@ Only flags and what is shown; the work is in `peer/organising.py`.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, checked_peers, met, option
 from spes_p2p.cli.showing import told
+from spes_p2p.errors import ConfigError
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.observe.text import to_type
 
@@ -41,6 +43,17 @@ def _meet(
     return meeting
 
 
+def _confirm(question: str) -> None:
+    """Raises Abort where somebody says no, and ConfigError where nobody is there to say anything."""
+    try:
+        typer.confirm(question, abort=True)
+    except typer.Abort as error:
+        if sys.stdin.isatty() or not isinstance(error.__context__, EOFError):
+            raise
+        typer.echo()  # the question has no end of line
+        raise ConfigError("nobody is there to answer: this is no terminal", fix="give --yes, if you mean it") from error
+
+
 def stop(
     invitation: Invitation = None,
     initial_peers: OptionalPeers = None,
@@ -59,7 +72,7 @@ def stop(
     meeting = _meet(folder, invitation, initial_peers, run_id, fingerprint)
     if not yes:
         name = f'run "{meeting.run_id}"' if meeting.run_id else "the run"
-        typer.confirm(f"end {name} for everybody? This cannot be undone", abort=True)
+        _confirm(f"end {name} for everybody? This cannot be undone")
     from spes_p2p.peer.organising import stop_run
 
     last = stop_run(folder / "identity.key", meeting, after_round, typer.echo)
@@ -195,6 +208,6 @@ def choose(
     for line in fork.lost_texts(side.child):
         typer.echo(f"lost: {line}")
     if not yes:
-        typer.confirm(f"continue with {side.name} for everybody?", abort=True)
+        _confirm(f"continue with {side.name} for everybody?")
     choose_history(folder / "identity.key", meeting, parted, fork, side)
     typer.echo(f"the run goes on with {side.name}: peers on other histories switch to it as soon as they hear of it")

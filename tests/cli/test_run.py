@@ -238,6 +238,13 @@ def test_a_file_that_is_no_proof_of_fraud_is_refused(tmp_path: Path) -> None:
     refused(spes_p2p("run", "inspect", "--proof", str(file)), "proves nothing", "not a msgpack value")
 
 
+def test_where_nobody_can_answer_run_stop_says_which_flag_answers(tmp_path: Path) -> None:
+    other = PeerId("QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn")
+    invite = Invite("tiny", b"f" * 16, other, (f"/ip4/203.0.113.7/tcp/31337/p2p/{other}",))
+    (tmp_path / "invite.txt").write_text(encode(invite))
+    refused(spes_p2p("run", "stop", "-f", str(tmp_path)), "nobody is there to answer", "--yes")
+
+
 def test_an_elector_vouches_from_its_own_folder(tmp_path: Path) -> None:
     """Without the network: its peer says it as long as it runs."""
     identity = IdentityFile(tmp_path / "identity.key")
