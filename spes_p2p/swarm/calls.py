@@ -23,7 +23,7 @@ MAX_CALL_BYTES = 2 * 2**20
 MAX_WORDS = 400
 _ANSWER, _REFUSAL = b"\0", b"\1"
 NOT_SERVING = b"\2"
-"""The answer of a peer that is in the network but has no handler yet."""
+"""The answer of a peer that is in the network but has no handler yet, or none any more."""
 
 CALLS = DoorLimits(Rate(100.0, 1000.0), Rate(50.0, 200.0), Rate(200.0, 1000.0))
 """Calls; peers of a round of one second make 12 a second."""
@@ -68,6 +68,8 @@ async def answer(handler: Handler, caller: PeerId, request: bytes) -> bytes:
         payload = await handler.on_call(caller, request)
     except RemoteProtocolError as error:
         return refusal(str(error))
+    except PeerClosed:
+        return NOT_SERVING
     except Exception:  # a bug of ours: the caller must not wait for its time-out because of it
         logger.exception("the handler of a call failed")
         return refusal("the handler failed")
@@ -84,7 +86,7 @@ def refusal(words: str) -> bytes:
 def unwrap(peer: PeerId, reply: bytes) -> bytes:
     """The payload of a framed answer.
 
-    Raises RemoteProtocolError with the other side's words where it refused, PeerClosed where it has no handler yet.
+    Raises RemoteProtocolError with the other side's words where it refused, PeerClosed where it has no handler.
     """
     kind, payload = reply[:1], reply[1:]
     if kind == _ANSWER and len(payload) <= MAX_CALL_BYTES:

@@ -79,7 +79,7 @@ class Handler(Protocol):
     """The serving side of one peer. `caller` is the authenticated peer id of the connection."""
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
-        """Answers one small message. May raise RemoteProtocolError to refuse."""
+        """Answers one small message. May raise RemoteProtocolError to refuse, PeerClosed where it serves no more."""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Finds the bytes that `request` names. May raise RemoteProtocolError to refuse."""

@@ -23,7 +23,7 @@ from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.messages import Commit, Intent, Work
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.errors import PeerClosed, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.patience import Patience
 from spes_p2p.exchange.rates import Rates
 from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
@@ -122,16 +122,16 @@ class Answers:
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """One envelope in, our envelope out."""
-        self._require_life()
+        self._require_life(PeerClosed)  # no refusal, of which the others would tell: it has said that it leaves
         envelope = self.outbox.open(caller, request)
         check_same_run(envelope, self._info)
         self.hear(envelope)
-        self._require_life()
+        self._require_life(PeerClosed)
         return self.outbox.answer(caller, self._dispatcher.reply_to(caller))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Values, tiles, headers: see `requests`."""
-        self._require_life()
+        self._require_life(RemoteProtocolError)
         asked, core = unpack_request(request), self._core
         if isinstance(asked, ValuesRequest):
             check_asker(self._context.layout, core.state.rules, core.tip, caller, asked.first_tile, asked.count)
@@ -149,9 +149,9 @@ class Answers:
         contact = self._core.state.others.contacts.get(caller)
         return contact is None or contact.status.round < self._core.tip.round - 1
 
-    def _require_life(self) -> None:
+    def _require_life(self, error: type[PeerClosed | RemoteProtocolError]) -> None:
         if self._dispatcher.halted:
-            raise RemoteProtocolError("this peer is shutting down")
+            raise error("this peer is shutting down")
 
 
 class Driver:

@@ -166,6 +166,20 @@ def test_a_restarted_peer_answers_again_and_its_old_self_cannot() -> None:
     run(test)
 
 
+def test_a_peer_that_serves_no_more_has_refused_nothing() -> None:
+    class Leaving(Echo):
+        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+            raise PeerClosed("this peer is shutting down")
+
+    async def test() -> None:
+        one, two, _ = await pair(MemoryNetwork())
+        await two.transport.serve(Leaving())
+        with pytest.raises(PeerClosed, match="does not serve requests"):
+            await one.transport.call(B, b"x", 1.0)
+
+    run(test)
+
+
 def test_partitions_silence_and_heal() -> None:
     async def test() -> None:
         network = MemoryNetwork()

@@ -19,7 +19,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull, TileDamaged
+from spes_p2p.errors import PeerClosed, StateError, StorageFull, TileDamaged
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack
@@ -239,7 +239,7 @@ def test_a_disk_that_fails_where_a_message_is_heard_ends_the_peer_too(
         with raising(getattr(broken, part), method, error):
             core.tips_to_look_up = lambda event: [(core.tip_hash, core.tip.round)]  # type: ignore[method-assign]
             core.state.out = begin_to_forget(broken)[1:]
-            with pytest.raises(RemoteProtocolError, match="shutting down"):
+            with pytest.raises(PeerClosed, match="shutting down"):
                 await answers.on_call(other.name, message)
         assert isinstance(broken.failures.pop(), error)
         await broken.kill()
