@@ -32,7 +32,7 @@ A run is one YAML file with the sections below. `configs/` has complete ones: [`
 [`small`](../configs/small.yaml), [`home`](../configs/home.yaml), and the published SPES shapes. Fields without a
 default must be given; a section whose fields all have one may be left out. A key that does not exist is refused, and
 the message names the nearest one that does. In the tables, E is the number of experts and H the number of inner steps
-of a round.
+of a round. Where no limit is said a number is at most 10^12, and one that is neither whole nor 0 at least 10^-30.
 
 Any field can be changed on the command line with its dotted name; the value is YAML:
 

@@ -7,7 +7,7 @@ even published with the run, since it says something about the organiser's machi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -18,18 +18,38 @@ from spes_p2p.ids import RUN_ID
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Schedule = tuple[tuple[Natural, Positive], ...]
-MOST_STEPS = 10**12
-"""Of a run; this and the next two are there for slips of the pen: more than anybody will ever train."""
+MOST = 10**12
+"""Of anything that has no limit of its own: a run's steps, say. This and the next three are there for slips of the pen:
+more than anybody will ever train with."""
+LEAST = 1e-30
+"""Of a number that is neither whole nor 0: fp32 has little below."""
 MOST_SEQUENCES = 2**20
 """Of a step, and of a block."""
 MOST_TOKENS = 2**24
 """Of a sequence."""
+MOST_PEERS = 1024
+"""Of a run: as many as a manifest may name."""
 
 
 class Section(BaseModel):
     """A part of the config tree: frozen, no unknown keys, no silent conversions, no infinities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="after")
+    def _is_within_reason(self) -> Self:
+        """What is computed in fp32 must not overflow there, nor become 0."""
+        section = type(self).__name__.removesuffix("Config").lower()
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or any(hasattr(one, "lt") for one in field.metadata):
+                continue
+            key = f"{section}.{name}"
+            if abs(value) > MOST:
+                raise ConfigError(f"{key} is {value:g}, not an allowed value", fix=f"set {key} to at most {MOST:g}")
+            if 0 < abs(value) < LEAST:
+                raise ConfigError(f"{key} is {value:g}, not an allowed value", fix=f"set {key} to at least {LEAST:g}")
+        return self
 
 
 def agreed(description: str, default: Any = ..., **limits: Any) -> Any:
@@ -329,7 +349,7 @@ class SchedulerConfig(Section):
     warmup_steps: Natural = agreed("Steps over which the learning rate rises from warmup_ratio * lr.")
     warmup_ratio: float = agreed("Learning rate before the first step, as a part of the highest.", 0.0, ge=0, le=1)
     total_steps: Positive = agreed(
-        "Step at which the learning rate has fallen to min_ratio * lr, where it stays.", le=MOST_STEPS
+        "Step at which the learning rate has fallen to min_ratio * lr, where it stays.", le=MOST
     )
     decay_steps: Positive = agreed("Steps over which it falls with wsd (default: a fifth of total_steps).")
     min_ratio: float = agreed("Final learning rate as a share of the highest.", 0.1, ge=0, le=1)
@@ -361,7 +381,7 @@ class SchedulerConfig(Section):
 class SwarmConfig(Section):
     """Who takes part."""
 
-    min_peers: Positive = agreed("Peers that must have joined before the first round starts.", 1)
+    min_peers: Positive = agreed("Peers that must have joined before the first round starts.", 1, le=MOST_PEERS)
     experts_per_peer: Positive = agreed(
         "Expert columns that every peer must have memory for; one with more memory takes more if owners are missing."
     )

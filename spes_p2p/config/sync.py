@@ -5,13 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from spes_p2p.codecs.sizes import Codec, DenseCodec
 from spes_p2p.config.sections import Natural, Positive, Schedule, Section, agreed
 from spes_p2p.errors import ConfigError
 
 MOST_TILE_VALUES = 2**26
+MOST_ROUND_STEPS = 10**6
+"""Weeks of steps of a second each: such a round would never end."""
 
 
 class SyncConfig(Section):
@@ -108,6 +110,17 @@ class SyncConfig(Section):
         "both follow, so that as much adds up in as many inner steps; 0: both stay as they are (only with nesterov).",
         0,
     )
+
+    @field_validator("steps_per_round")
+    @classmethod
+    def _is_no_endless_round(cls, value: int | Schedule) -> int | Schedule:
+        longest = value if isinstance(value, int) else max((steps for _, steps in value), default=0)
+        if longest > MOST_ROUND_STEPS:
+            raise ConfigError(
+                f"sync.steps_per_round is {longest} steps, more than a round can ever make",
+                fix=f"set it to at most {MOST_ROUND_STEPS}",
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -18,6 +18,8 @@ from spes_p2p.config.load import (
     published_yaml,
 )
 from spes_p2p.config.schema import Config, fields_of_tree, steps_per_round_at
+from spes_p2p.config.sections import MOST_PEERS
+from spes_p2p.consensus.membership import MAX_MEMBERS
 from spes_p2p.errors import ConfigError
 
 TINY = bundled_config("tiny")
@@ -73,8 +75,14 @@ def tiny(*overrides: str) -> Config:
         ("optimizer.batch_sequences=9999999", "optimizer.batch_sequences is 9999999", "to at most 1048576"),
         ("data.block_sequences=9999999", "data.block_sequences is 9999999", "to at most 1048576"),
         ("data.sequence_length=99999999", "data.sequence_length is 99999999", "to at most 16777216"),
+        (f"model.num_layers={10**23}", "model.num_layers is 1e+23", "set model.num_layers to at most 1e+12"),
+        ("optimizer.lr=1e30", "optimizer.lr is 1e+30", "set optimizer.lr to at most 1e+12"),
+        ("optimizer.eps=1e-300", "optimizer.eps is 1e-300", "set optimizer.eps to at least 1e-30"),
+        ("swarm.min_peers=1025", "swarm.min_peers is 1025", "set swarm.min_peers to at most 1024"),
+        ("sync.steps_per_round=1000001", "sync.steps_per_round is 1000001", "to at most 1000000"),
+        ("sync.steps_per_round=[[9, 9], [0, 1000001]]", "sync.steps_per_round is 1000001", "to at most 1000000"),
         ("scheduler.name=linear", "scheduler.name is 'linear'", "set scheduler.name to one of cosine, wsd"),
-        (f"model.num_layers={10**23}", f"num_layers={10**23}, num_experts=8", "which of these numbers is too large"),
+        (f"model.num_layers={10**11}", f"num_layers={10**11}, num_experts=8", "which of these numbers is too large"),
         ("model.expert_ffn=9999999999", "more than 1,048,576 expert matrices, or tiles of 65,536 values", "too large"),
         ("model.head_dim=9999999998", "head_dim=9999999998, expert_ffn=128", "which of these numbers is too large"),
         ("sync.tile_values=1", "or tiles of 1 values (sync.tile_values)", "whether sync.tile_values is too small"),
@@ -91,6 +99,10 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
         tiny(override)
     assert message in str(error.value)
     assert fix in error.value.fix
+
+
+def test_a_run_begins_with_as_many_peers_as_a_manifest_may_name() -> None:
+    assert MOST_PEERS == MAX_MEMBERS
 
 
 @pytest.mark.parametrize("wrong", ["scheduler.total_steps=1e29", "model.d_model=", "optimizer.batch_sequences=many"])
