@@ -80,9 +80,14 @@ class StartedRun:
 def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     """Writes `path`, and makes the key of the bootstrap node in the folder `node`.
 
-    Raises ConfigError where the answers do not go together or `path` is there, DataError, IdentityInUse.
+    Raises ConfigError where the answers do not go together, `path` is there, or another run is in `node`; DataError,
+    IdentityInUse.
     """
     check_is_new(path)
+    if any((node / RUN / CHAIN).glob("*.commit")):
+        raise ConfigError(
+            f"another run has begun in the folder {node}", fix="give this one a folder of its own with --output DIR"
+        )
     template = bundled_config(run.template)
     defences = _defences(load_config(template)) if run.strangers else ()
     guests = guest_overrides(load_config(template), run.guest_rank)
@@ -177,11 +182,7 @@ def _words(run: NewRun, config: Config, node: Path) -> list[str]:
         words.append("not checked whether the run fits into the volunteers' GPUs: give --gpu-memory 24GiB, say")
     if cost.seconds is None:
         words.append("not checked how long a sync takes: give --uplink 20Mbit --downlink 100Mbit, say")
-    if any((node / RUN / CHAIN).glob("*.commit")):
-        taken = f"another run has begun in {node}: give this one a folder of its own (bootstrap --output DIR)"
-    else:
-        taken = ""
-    return [word for word in (*words, _words_of_rate(config), *_words_of_strangers(config, node), taken) if word]
+    return [word for word in (*words, _words_of_rate(config), *_words_of_strangers(config, node)) if word]
 
 
 def _words_of_rate(config: Config) -> str:

@@ -259,11 +259,14 @@ def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
     assert again.organiser == made.organiser
 
 
-def test_a_folder_in_which_another_run_has_begun_is_named(tmp_path: Path) -> None:
+def test_a_folder_in_which_another_run_has_begun_is_refused(tmp_path: Path) -> None:
+    """The bootstrap node would refuse it, too."""
     Chain(tmp_path / "node" / "run" / "chain").append(MadeRun().chain(1)[0])
-    words = start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node").words
-    assert words[-1].startswith(f"another run has begun in {tmp_path / 'node'}: give this one a folder of its own")
-    assert not any("another run" in word for word in start_run(MINE, tmp_path / "b.yaml", tmp_path / "b").words)
+    with pytest.raises(ConfigError, match=f"another run has begun in the folder {tmp_path / 'node'}") as error:
+        start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node")
+    assert error.value.fix == "give this one a folder of its own with --output DIR"
+    assert not (tmp_path / "mine.yaml").exists()
+    assert start_run(MINE, tmp_path / "mine.yaml", tmp_path / "b").path.exists()
 
 
 def test_a_new_run_with_guests_has_tiles_of_whole_rows(tmp_path: Path) -> None:
