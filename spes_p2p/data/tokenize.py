@@ -248,6 +248,10 @@ def _refuse_overwriting(units: list[Unit], manifest: Path) -> None:
             f"{manifest} was not written here by tokenize, and would be overwritten",
             fix="give another --output, or remove the file",
         )
+    if os.path.exists(manifest.with_name("identity.key")):
+        raise DataError(
+            f"{manifest.parent} is the folder of a peer or of a bootstrap node", fix="give another --output"
+        )
 
 
 def _manifest(workspace: Workspace, units: list[Unit], tokenizer: Tokenizer) -> Manifest:

@@ -247,6 +247,15 @@ def test_data_that_was_copied_to_the_output_is_not_overwritten(tmp_path: Path) -
     assert documents(copied) == TEXTS
 
 
+def test_nothing_is_written_into_the_folder_of_a_peer(corpus: Path, tmp_path: Path) -> None:
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    (peer / "identity.key").touch()
+    with pytest.raises(DataError, match="is the folder of a peer or of a bootstrap node"):
+        tokenize([str(corpus)], peer, ALONE)
+    assert [path.name for path in peer.iterdir()] == ["identity.key"]
+
+
 def test_an_output_that_cannot_be_made_is_an_error_with_a_name(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of --output cannot be created: File name too long"):
         tokenize([str(corpus)], tmp_path / ("a" * 300), ALONE)
