@@ -38,6 +38,8 @@ async def open_run_data(
     shelf: PieceSource
     if config.data.path:
         dataset = open_dataset(config)
+        if words := _from_elsewhere(dataset, Path(config.data.path)):
+            say(words)
         shelf = FolderPieces.open(dataset, folder, say)
         urls = urls or checked_urls(dataset.urls)
         own = [WebFolder(url, is_own=True) for url in urls]
@@ -55,6 +57,19 @@ async def open_run_data(
         say(f"{url} is on a private network or plain http: peers fetch data from it only with join --web-data any")
     config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})
     return with_tokenizer(config, dataset, say), shelf
+
+
+def _from_elsewhere(dataset: Dataset, given: Path) -> str:
+    """That a list names files outside its folder, for whose content no manifest stands: it may be somebody else's."""
+    home = given.resolve().parent
+    unproven = [file.path for file in dataset.files if file.sha256 is None]
+    found = [path for path in unproven if not path.resolve().is_relative_to(home)]
+    if not found:
+        return ""
+    return (
+        f"note: {given} lists files outside its folder, and peers are given what is in them: "
+        + ", ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    )  # fmt: skip
 
 
 def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
