@@ -92,7 +92,9 @@ class Follower:
         newest = manifest.round == report.round
         at = now - (report.head_age_seconds or 0.0) if newest else None
         known = self.name_of(manifest.round)
-        if known is not None and known != manifest_hash(manifest):
+        if known == manifest_hash(manifest):
+            return  # another dashboard writes to the same file, and was faster
+        if known is not None:
             history.add_event(now, "fork", "", f"another history won: rounds from {manifest.round} on were replaced")
         stale = sum(manifest.round > since for since in manifest.column_rounds) if manifest.slices else 0
         history.add_round(

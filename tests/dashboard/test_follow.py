@@ -45,6 +45,25 @@ def test_who_comes_and_goes_is_an_event() -> None:
     ]
 
 
+def test_of_two_dashboards_with_one_file_the_slower_adds_nothing() -> None:
+    history, source = History(), MadeSource()
+    both = Follower(history), Follower(history)
+    looks = [source.look_at(round, NOW, both[0].known()) for round in (0, 1)]
+    looks[1] = replace(looks[1], commits=looks[1].commits[-1:])
+    last = looks[1].commits[0]
+    left = replace(last.manifest, members=last.manifest.members[1:])
+    degraded = replace(last.certificate, kind=DEGRADED, heard=PEERS[:1])
+    looks.append(Look(looks[1].report, (replace(last, manifest=replace(left, round=2), certificate=degraded),)))
+    for look in looks:
+        both[0].apply(look, NOW)
+    told, kept = messages(history), history.rows("SELECT * FROM peer_rounds")
+    assert len(told) == 2
+    for look in looks:
+        both[1].apply(look, NOW)
+    assert messages(history) == told
+    assert [*map(tuple, history.rows("SELECT * FROM peer_rounds"))] == [*map(tuple, kept)]
+
+
 def test_who_leaves_during_a_pause_does_not_resume() -> None:
     history, source = History(), MadeSource()
     follower = Follower(history)
