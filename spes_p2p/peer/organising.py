@@ -20,7 +20,7 @@ from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Admission, Ro
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError, StateError
 from spes_p2p.files import NODE_FOLDER, in_folder
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import orphans
 from spes_p2p.peer.fetching import RunFetcher
 from spes_p2p.peer.folder import CHAIN, RUN, kept_run
@@ -292,11 +292,20 @@ def choose_history(identity: Path, meeting: JoinTarget, parted: ForkedRun, fork:
 
 
 async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
-    """As `choose_history`, on any network. Overrides earlier choices at this fork, even if a clock was set back."""
+    """As `choose_history`, on any network. Overrides earlier choices at this fork, even if a clock was set back.
+
+    Raises ConfigError where another one, of the same moment, is in force.
+    """
     before = [signed.value.at_seconds for signed in (await known_words(network, info)).choices]
     at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
     parent, child = (Hash(bytes.fromhex(name)) for name in (fork.parent, side.child))
-    return await tell(network, info, choice(info, parent, child, at_seconds, sealer))
+    known = await tell(network, info, choice(info, parent, child, at_seconds, sealer))
+    if (chosen := known.children[parent]) != child:
+        raise ConfigError(
+            f"another choice was signed with the organiser's key just now: the run goes on with {short(chosen)}",
+            fix="ask who else has that key what is meant, then repeat the command if it is this one",
+        )
+    return known
 
 
 async def tell(network: Network, info: RunInfo, word: Words) -> Words:

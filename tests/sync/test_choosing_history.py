@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.histories import checked_prefix, choose_child
-from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch
+from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.report import RunReport, read_report
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
@@ -239,6 +240,27 @@ def test_the_organiser_may_think_again(folder: Path) -> None:
         await until(lambda: histories(swarm) == {}, SETTLED_SECONDS)
         assert peer(swarm, "b").chain.commit(fork.round + 1).certificate.manifest == majority
         assert (told_lost(peer(swarm, "b")), told_lost(peer(swarm, "c"))) == ([], [])
+
+    play_parted(folder, play)
+
+
+def test_of_two_choices_in_one_moment_the_one_without_effect_says_so(folder: Path) -> None:
+    async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
+        [fork] = (await look(swarm)).forks
+        sealer = KeySealer(swarm.network.keys.signer(ORGANISER))
+        desks = [swarm.network.peer(name) for name in ("somebody", "another")]
+        said = await asyncio.gather(
+            *(
+                decide(desk, swarm.info, fork, fork.sides[child.hex()], sealer)
+                for desk, child in zip(desks, (alone, majority), strict=True)
+            ),
+            return_exceptions=True,
+        )
+        [words] = [one for one in said if isinstance(one, Words)]
+        [error] = [one for one in said if isinstance(one, ConfigError)]
+        [child] = words.children.values()
+        assert f"the run goes on with {child.hex()[:10]}" in str(error)
+        assert "repeat the command" in error.fix
 
     play_parted(folder, play)
 
