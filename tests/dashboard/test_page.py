@@ -162,6 +162,20 @@ def test_a_past_run_can_be_played(browser: Browser, tmp_path: Path) -> None:
         watched.close()
 
 
+def test_charts_of_next_to_nothing_have_no_fractions_on_their_axes(browser: Browser) -> None:
+    history, source = History(), MadeSource()
+    follower = Follower(history)
+    follower.apply(source.look_at(0, NOW, follower.known()), NOW)
+    with served(history) as address:
+        watched = Watched(browser, address)
+        for chart, axis, texts in (("bytes", "y", ["0"]), ("merge", "x", ["0"]), ("loss", "x", ["0"])):
+            expect(watched.page.locator(f"#{chart} .{axis}tick")).to_have_text(texts)
+        milliseconds = watched.page.locator("#speed .xtick", has_text=".")
+        expect(watched.page.locator("#speed .xtick").first).to_be_visible()
+        assert milliseconds.count() == 0
+        watched.close()
+
+
 def test_a_dead_expert_is_named(browser: Browser) -> None:
     history = History()
     filled(history, 0, 29)

@@ -26,6 +26,20 @@ function layout(extra) {
   };
 }
 
+// Plotly divides a single point, or nothing but zeros, into fractions: of rounds, of bytes, of a second.
+function ticks(axis, traces, way) {
+  let low = Infinity, high = -Infinity;
+  for (const trace of traces) for (const value of trace.yaxis && way === "y" ? [] : trace[way]) {
+    if (value == null) continue;
+    low = Math.min(low, value), high = Math.max(high, value);
+  }
+  if (!axis || traces.some(trace => trace.base) || low > high) return axis;
+  if (axis.type === "date") return high - low < 60e3 ? { ...axis, range: [low - 30e3, high + 30e3] } : axis;
+  if (axis.tickformat === "d" && high - low < 8) return { ...axis, tick0: 0, dtick: 1 };
+  if (axis.tickformat === "~s" && high === low) return { ...axis, tickvals: axis.rangemode ? [0, low] : [low] };
+  return axis;
+}
+
 function draw(id, traces, extra) {
   const element = document.getElementById(id);
   const isEmpty = !traces.some(trace => trace.x.length);
@@ -36,6 +50,7 @@ function draw(id, traces, extra) {
     return;
   }
   if (!element.data) element.textContent = "";
+  extra = { ...extra, xaxis: ticks(extra.xaxis, traces, "x"), yaxis: ticks(extra.yaxis, traces, "y") };
   Plotly.react(element, traces, layout(extra), { displaylogo: false, responsive: true, displayModeBar: false, scrollZoom: false });
 }
 
@@ -130,7 +145,7 @@ function drawMerge(state) {
     line("peers in a round", rounds.round, rounds.roster, COLOURS[2], { mode: "lines", line: { color: COLOURS[2], width: 2, shape: "hv" } }),
     { type: "bar", name: "merge alpha", x: rounds.round, y: rounds.alpha, yaxis: "y2", marker: { color: COLOURS[5] }, opacity: 0.65 },
   ];
-  draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { tickformat: "d" }, yaxis: { rangemode: "tozero" },
+  draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { tickformat: "d" }, yaxis: { rangemode: "tozero", tickformat: "d" },
     yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".3~f" } });
 }
 
