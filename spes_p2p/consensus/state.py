@@ -345,10 +345,10 @@ class State:
         banned = still_banned(self.tip.banned, self.tip.roll, roll)
         return self.rules.admission(roll, banned, self.tip.vouched, self.tip.round + 1)
 
-    def is_member(self) -> bool:
-        """Whether the tip names this incarnation."""
-        own = self.own.incarnation
-        return any(m.peer == self.me and m.incarnation == own for m in self.tip.members)
+    def is_member(self, by: Manifest | None = None) -> bool:
+        """Whether the tip, or another manifest, names this incarnation."""
+        own, members = self.own.incarnation, (by or self.tip).members
+        return any(m.peer == self.me and m.incarnation == own for m in members)
 
     def bound_manifests(self) -> list[Manifest]:
         """Those whose state we have signed for, or know to be decided."""

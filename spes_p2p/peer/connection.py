@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC, Member, trainers
 from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.data.feed import Feed
@@ -150,8 +151,9 @@ class Connection:
     def peer_id(self) -> PeerId:
         return self._node.me
 
-    def is_member(self) -> bool:
-        return self.driver.core.state.is_member()
+    def is_member(self, by: Manifest | None = None) -> bool:
+        """By this manifest, or by the newest, of which training may not have heard yet."""
+        return self.driver.core.state.is_member(by)
 
     def others(self) -> list[Status]:
         """Newest statuses of all others of the run that are alive."""

@@ -180,7 +180,7 @@ class TrainingLoop:
         what to begin with where it is not just the committed state; asked once, when this peer is in.
         """
         self._values_ahead = values_ahead
-        self.do(self.machine.handle(stages.Begin(start, self.connection.is_member(), restored)))
+        self.do(self.machine.handle(stages.Begin(start, self.connection.is_member(start), restored)))
 
     def run(self) -> None:
         """Trains until this peer is asked to stop or the last round is committed."""
@@ -296,7 +296,8 @@ class TrainingLoop:
 
     def take(self, events: tuple[Applied, ...]) -> None:
         """Goes on from the newest of these commits."""
-        news = news_of(self.machine, events, self.connection.disk.chain, self.connection.is_member())
+        is_member = self.connection.is_member(events[-1].commit.manifest)
+        news = news_of(self.machine, events, self.connection.disk.chain, is_member)
         self.do(self.machine.handle(news), events)
 
     def do(self, actions: list[stages.Action], events: tuple[Applied, ...] = ()) -> None:

@@ -164,7 +164,8 @@ class PretendPeer:
         await self.driver.start()
         self.joined = True
         swarm.watch(self, disk.tip.manifest)
-        self._do(self.machine.handle(stages.Begin(disk.tip.manifest, self.driver.core.state.is_member())))
+        start = disk.tip.manifest
+        self._do(self.machine.handle(stages.Begin(start, self.driver.core.state.is_member(start))))
 
     @property
     def round(self) -> int:
@@ -197,7 +198,7 @@ class PretendPeer:
         turn = self.machine.turn
         if turn is not None and self.machine.own.lead.steps:
             self.ahead[turn.manifest.round] = {block: self._present.ahead(block) for block in turn.blocks}
-        news = news_of(self.machine, (event,), self.chain, self.driver.core.state.is_member())
+        news = news_of(self.machine, (event,), self.chain, self.driver.core.state.is_member(event.commit.manifest))
         self._do(self.machine.handle(news))
 
     # ---- what the trainer's machine says ----

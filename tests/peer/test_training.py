@@ -128,7 +128,7 @@ class Story:
 
     def _connection(self) -> Any:
         return SimpleNamespace(
-            gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
+            gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda by=None: True,
             disk=SimpleNamespace(
                 store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain,
                 bases=self.bases,
@@ -368,7 +368,7 @@ def test_who_comes_back_begins_with_what_it_is_ahead_once_it_is_a_member(story: 
         asked.append(manifest.round)
         return start
 
-    story.connection.is_member = lambda: is_in
+    story.connection.is_member = lambda by=None: is_in
     story.loop.begin(story.manifest, values_ahead=values_ahead)
     assert asked == []
     is_in = True
@@ -380,6 +380,24 @@ def test_who_comes_back_begins_with_what_it_is_ahead_once_it_is_a_member(story: 
     story.commit(counted=False)
     story.loop.take(story.gate.wait(0.0))
     assert asked == [1], "later rounds know what it is ahead"
+
+
+def test_a_commit_that_names_a_peer_while_it_starts_is_waited_for(story: Story) -> None:
+    """It would begin without columns on a state that does not name it, and give its moments and its lead away."""
+    asked = list[int]()
+
+    def values_ahead(manifest: Manifest) -> Start:
+        asked.append(manifest.round)
+        return Start(story.store.version(0))
+
+    story.connection.is_member = lambda by=None: by is None or by.round > 0
+    story.loop.begin(story.manifest, values_ahead=values_ahead)
+    assert story.loop.machine.stage is Stage.OUTSIDE
+    assert story.saved == []
+    story.commit(counted=False)
+    story.loop.take(story.gate.wait(0.0))
+    assert story.loop.machine.stage is Stage.TRAINING
+    assert asked == [1]
 
 
 @pytest.mark.parametrize("why", ["let go", "other history"])
@@ -395,7 +413,7 @@ def test_who_has_nothing_to_carry_begins_with_what_its_checkpoint_is_ahead(story
         story.loop.take(story.gate.wait(0.0))
 
     story.saved_ahead = saved_ahead
-    story.connection.is_member = lambda: is_in
+    story.connection.is_member = lambda by=None: is_in
     story.loop.begin(story.manifest)
     story.loop.hand_in()
     go_on()
@@ -446,7 +464,7 @@ def test_who_was_let_go_and_is_named_again_is_ahead_as_before(tmp_path: Path) ->
         return story.values()
 
     story.saved_ahead = saved_lead_of(story, tmp_path)
-    story.connection.is_member = lambda: is_in
+    story.connection.is_member = lambda by=None: is_in
     story.on_ready = lambda work: story.commit(counted=True, vocabulary=False)
     loop.begin(story.manifest)
     loop._train()
@@ -468,7 +486,7 @@ def test_who_comes_back_before_a_round_has_ended_and_is_named_again_is_ahead_as_
     """Its checkpoint is of the very tip, by which it is no member any more."""
     story = Story(tmp_path, "sync.vocabulary_rounds=3", "sync.tile_values=128")
     lead, is_in = saved_lead_of(story, tmp_path), True
-    story.connection.is_member = lambda: is_in
+    story.connection.is_member = lambda by=None: is_in
     story.on_ready = lambda work: story.commit(counted=True, vocabulary=False)
     story.loop.begin(story.manifest)
     story.loop._train()
