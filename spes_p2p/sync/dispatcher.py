@@ -87,12 +87,15 @@ class Dispatcher:
     def tick(self) -> None:
         """Time passed: at least once a heartbeat."""
         self.tell(on.ClockTicked())
-        if self._retry_at is not None and self.now() > self._retry_at and not self.candidate.lock.locked():
-            self._retry_at = None
+        is_due = self._retry_at is not None and self.now() > self._retry_at
+        is_counted_out = self._retry_at is None and self.core.state.liveness.was_full  # until something is written
+        if (is_due or is_counted_out) and not self.candidate.lock.locked():
             for_state = not self._has_promised and self._effects.has_room()
-            self._has_promised |= for_state
-            self.tell(on.DiskHasRoom(for_state))
-            self._recover()
+            if is_due or for_state:
+                self._retry_at = None
+                self._has_promised |= for_state
+                self.tell(on.DiskHasRoom(for_state))
+                self._recover()
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
         """Begins actions in order, after all earlier ones, even if beginning one of these caused the next event."""
