@@ -282,7 +282,7 @@ class RunNode:
         ends.callback(store.close)
         chain, remote = Chain(self._folder / "chain"), self._remote_archive()
         if remote is not None:
-            await remote.restore_chain(chain, self._renewals)
+            await remote.restore_chain(chain, self._renewals, has_state=store.latest() is not None)
         if store.latest() is None:
             await self._make_initial(store, chain)
         if (archive := _archive_folder(self._options)) is not None:

@@ -103,14 +103,15 @@ class RemoteArchive:
 
     # ---------------------------------------------------------------- back
 
-    async def restore_chain(self, chain: Chain, renewals: Path) -> None:
+    async def restore_chain(self, chain: Chain, renewals: Path, has_state: bool) -> None:
         """Takes over the commits that are only there, and what was signed where nobody was left.
 
-        Without what is there a node with a chain goes on; one without would begin the run a second time, and raises
+        `has_state`: whether this node has any. Without what is there a node with a chain and a state goes on; another
+        one would begin the run a second time, also where an attempt before has brought the first commits, and raises
         NetworkError, or RemoteProtocolError for what is missing, damaged or forged. Raises PermanentError where another
         run is kept there.
         """
-        has_begun = chain.length > 0
+        has_begun = chain.length > 0 and has_state
         try:
             await self._look(chain)
             if (kept := self._kept) is None:

@@ -90,7 +90,7 @@ async def restored(swarm: MemorySwarm, folder: Path, remote: RemoteFolder, said:
     chain = Chain(folder / "chain")
     with closing(StateStore(folder / "state", swarm.layout)) as store:
         store.create_initial(InitialState(swarm.layout, swarm.config.run.seed, swarm.config.model.init_std))
-        await archive.restore_chain(chain, folder / "renewals")
+        await archive.restore_chain(chain, folder / "renewals", has_state=True)
         await archive.restore_state(store, chain)
         newest = store.latest()
         if newest is None or newest.round == 0:
@@ -158,7 +158,7 @@ def test_a_node_that_has_lost_its_disk_goes_on_with_a_run_that_an_earlier_versio
         run = replace(swarm.run, info=found)
         archive = RemoteArchive(RemoteFolder(URL), run, keeper.checker.check, lambda text: None, free, free)
         with pytest.raises(PermanentError, match="is the archive of another run") if change else nullcontext():
-            await archive.restore_chain(chain, node / "renewals")
+            await archive.restore_chain(chain, node / "renewals", has_state=True)
         assert bool(chain.length) == (not change)
 
     with_archive(folder, play, CONFIG)
@@ -302,7 +302,7 @@ def test_what_storage_lost_of_a_file_is_named_and_written_again_when_the_node_st
 
         async def start(said: list[str]) -> None:
             archive = archive_of(swarm, RemoteFolder(f"file://{bucket}"), said)
-            await archive.restore_chain(chain, renewals)
+            await archive.restore_chain(chain, renewals, has_state=True)
             await archive._look(chain)
             await archive._put(newest, chain, store.version(newest.round))
             await archive._put_renewals(renewals)
@@ -365,7 +365,7 @@ def test_an_archive_that_may_be_of_another_run_or_newer_is_not_written_again(fol
             for name in names:
                 remote.write(name, b"")
             archive = archive_of(swarm, remote, said)
-            await archive.restore_chain(chain, folder / "renewals")
+            await archive.restore_chain(chain, folder / "renewals", has_state=True)
             assert said.pop() == "the archive cannot be read yet: the archive's file newest is damaged: b''"
             with pytest.raises(RemoteProtocolError, match="newest is damaged"):
                 await archive._look(chain)
@@ -534,9 +534,13 @@ def test_a_certificate_that_is_lost_there_ends_no_node_that_has_a_chain(folder: 
         with pytest.raises(RemoteProtocolError, match=name) as caught:
             await restored(swarm, folder / "empty", remote, said)
         assert "start the node that kept it once more" in caught.value.fix
+        begun = Chain(folder / "begun")
+        begun.append(ours.commit(0))  # an attempt before broke off: as good as none
+        with pytest.raises(RemoteProtocolError, match=name):
+            await archive_of(swarm, remote, said).restore_chain(begun, folder / "renewals", has_state=False)
         older = Chain(folder / "older")
         older.append(ours.commit(0))
-        await archive_of(swarm, remote, said).restore_chain(older, folder / "renewals")
+        await archive_of(swarm, remote, said).restore_chain(older, folder / "renewals", has_state=True)
         assert name in said[-1]
         assert older.length == 1
 
@@ -551,7 +555,7 @@ def test_another_run_does_not_write_there(folder: Path) -> None:
         node = swarm.node(swarm.network.peer("other"), lambda text: None)
         archive = RemoteArchive(RemoteFolder(URL), run, node.checker.check, lambda text: None, free, free)
         with pytest.raises(PermanentError, match="is the archive of another run"):
-            await archive.restore_chain(Chain(folder / "other"), folder / "renewals")
+            await archive.restore_chain(Chain(folder / "other"), folder / "renewals", has_state=True)
 
     with_archive(folder, play, CONFIG)
 
@@ -584,10 +588,10 @@ def test_without_a_chain_of_its_own_a_node_never_begins_while_the_url_is_silent(
     async def play(swarm: MemorySwarm) -> None:
         archive, said = archive_of(swarm, Silent(URL), []), list[str]()
         with pytest.raises(NetworkError, match="no answer"):
-            await archive.restore_chain(Chain(folder / "empty"), folder / "renewals")
+            await archive.restore_chain(Chain(folder / "empty"), folder / "renewals", has_state=True)
         await evening(swarm)
         begun = archive_of(swarm, Silent(URL), said)
-        await begun.restore_chain(swarm.organiser.chain, folder / "renewals")
+        await begun.restore_chain(swarm.organiser.chain, folder / "renewals", has_state=True)
         assert "cannot be read yet" in said[0]
 
     with_archive(folder, play, CONFIG)
