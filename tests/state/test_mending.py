@@ -177,3 +177,18 @@ def test_a_tile_that_the_disk_cannot_read_is_damaged(store: StateStore, monkeypa
     assert not store.version(1).is_sound(0)
     with pytest.raises(TileDamaged, match="tile 0 "):
         store.version(1).verify()
+
+
+def test_too_many_open_files_are_no_damage(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cannot open one can still look at what is mapped."""
+
+    def none_left(path: Path, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    version = store.version(1)
+    flip(version, 1)
+    monkeypatch.setattr(os, "open", none_left)
+    assert store.find(version.tile_hashes[0]) is not None
+    with pytest.raises(TileDamaged, match="tile 1 "):
+        version.sound_tile(1)
+    assert version.damaged == {1}
