@@ -5,6 +5,7 @@ The hash of a manifest is known by its child; the newest has none, and is whatev
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import check_certificate
@@ -13,7 +14,6 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.chain import Chain, CommitFiles
-from spes_p2p.sync.genesis import check_genesis
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.starting import Sources
 
@@ -24,12 +24,14 @@ async def opened_chain(directory: Path, run: Run, node: Node, sources: Sources) 
         return Chain(directory)
     except StateError:
         files = CommitFiles(directory, mends=True)
-        for round in range(files.count()):
+        for round in range(1, files.count()):  # without genesis nothing says which run this folder is of
             if _readable(files, round) is None:
-                if (given := await _given(files, round, run, node, sources)) is None:
+                if not (given := await _given(files, round, run, node, sources)):
                     raise
-                files.write(given)
-                node.say(f"{directory}: the certificate of round {round} was damaged; another peer has given it again")
+                for commit in given:
+                    files.write(commit)
+                    at = commit.manifest.round
+                    node.say(f"{directory}: the certificate of round {at} was damaged; another peer has given it again")
         return Chain(directory)
 
 
@@ -40,21 +42,28 @@ def _readable(files: CommitFiles, round: int) -> Commit | None:
         return None
 
 
-async def _given(files: CommitFiles, round: int, run: Run, node: Node, sources: Sources) -> Commit | None:
-    """The commit of `round` from the first who has it, checked against those beside it here."""
-    before = files.parsed(round - 1) if round else None
-    after = _readable(files, round + 1)
-    for holder in await sources():
+async def _given(files: CommitFiles, first: int, run: Run, node: Node, sources: Sources) -> list[Commit]:
+    """The commits from round `first` to the next that can be read, all from one holder: each alone might be of another
+    history, where the one after it is damaged too. Empty where nobody has them.
+    """
+    before = files.parsed(first - 1)
+    readable = (at for at in range(first, files.count()) if _readable(files, at) is not None)
+    count = next(readable, files.count()) - first
+    after = _readable(files, first + count)
+    members = {member.peer for member in before.manifest.members}
+    # strangers last: they may be many, and never done
+    for holder in sorted(await sources(), key=lambda peer: peer != run.info.organiser and peer not in members):
+        transfers, part = run.transfers(node.transport), list[Commit]()
         try:
-            part = await commits_from(run.transfers(node.transport), holder, round)
-            if not part or (after is not None and after.manifest.parent != manifest_hash(part[0].manifest)):
+            while len(part) < count and (more := await commits_from(transfers, holder, first + len(part))):
+                part += more
+            del part[count:]
+            if len(part) < count or (after is not None and after.manifest.parent != manifest_hash(part[-1].manifest)):
                 continue
-            if before is None:
-                check_genesis(part[0], run.info, node.checker.check)
-            else:
-                manifest, certificate = part[0].manifest, part[0].certificate
-                check_certificate(before.manifest, manifest, certificate, node.checker.check, run.rules.seals)
-            return part[0]
+            for parent, commit in pairwise((before, *part)):
+                manifest, certificate = commit.manifest, commit.certificate
+                check_certificate(parent.manifest, manifest, certificate, node.checker.check, run.rules.seals)
+            return part
         except (NetworkError, RemoteProtocolError):
             continue
-    return None
+    return []
