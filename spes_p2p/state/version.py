@@ -130,7 +130,12 @@ class WireTiles(TileFiles):
         tile_id = self._by_hash.get(tile_hash, -1)
         if tile_id < 0:
             return None
+        tile = self.layout.tiles[tile_id]
         try:
+            with open(self.block_path(tile.block), "rb") as file:  # as in `Version.sound_tile`
+                found = os.pread(file.fileno(), self.tile_bytes(tile), self._offset(tile))
+            if len(found) < self.tile_bytes(tile):
+                return None
             data = self.tile(tile_id)
         except (OSError, ValueError):  # its file is gone, or was cut short
             return None

@@ -169,6 +169,14 @@ def test_a_file_that_is_cut_short_while_it_is_mapped_ends_nobody(store: StateSto
     assert bytes(version.sound_tile(tile_id)) == good
 
 
+def test_what_a_round_handed_out_is_cut_short_while_it_is_mapped(store: StateStore) -> None:
+    wire = store.version(1).wire
+    tile_id = store.layout.tile_ids_of(1)[0]
+    assert wire.find(wire.hashes[tile_id]) is not None
+    os.truncate(wire.block_path(1), 0)
+    assert wire.find(wire.hashes[tile_id]) is None
+
+
 def test_a_tile_that_the_disk_cannot_read_is_damaged(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad_sector(descriptor: int, size: int, offset: int) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
