@@ -426,6 +426,23 @@ def test_a_damaged_certificate_is_taken_from_others_at_the_start(folder: Path, d
     in_swarm(folder, play)
 
 
+def test_a_damaged_state_that_nobody_answers_for_is_not_left_for_an_older_one(folder: Path) -> None:
+    """It may be the run's newest: only where others are on another history is it worth nothing."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        life = peer(swarm, "b")
+        await asyncio.gather(*(peer(swarm, name).kill() for name in "abc"), swarm.kill_organiser())
+        with open(life.store.version(life.round).block_path(0), "r+b") as file:
+            file.write(b"damaged")
+        with pytest.raises(TileDamaged, match="tile 0 "):
+            await swarm.add("b")
+        await swarm.start_organiser()
+
+    in_swarm(folder, play)
+
+
 def test_who_names_the_round_of_a_damaged_certificate_ends_nobody(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
