@@ -113,6 +113,7 @@ def test_a_round_that_counts_the_work_ends_without_anything_to_carry() -> None:
     turn = turn_of(machine)
     assert machine.handle(RoundEnded()) == [TakeSnapshot(turn), SayReady(turn)]
     assert machine.handle(RoundEnded()) == []
+    assert machine.handle(GoAhead()) == []  # without overlap
     close, lease, load = commit(machine, contribution(machine))
     assert isinstance(close, CloseTurn)
     assert isinstance(load, Load)
@@ -169,18 +170,42 @@ def test_a_skipped_step_uses_data_and_counts_for_nothing() -> None:
     assert (machine.own.uncounted, machine.own.steps, machine.own.place.consumed) == (Uncounted(), 0, BATCH)
 
 
-def test_work_whose_data_was_leased_to_others_is_lost_and_said() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_work_whose_data_was_leased_to_others_is_lost_and_said(leaves: bool) -> None:
     machine = started()
     train(machine, 1)
     machine.handle(RoundEnded())
+    if leaves:
+        machine.handle(Leave())
     newest = after(turn_of(machine).manifest, None)
     size = count(newest.leases.of(A))
     newest = replace(newest, leases=Leases(9 * size, (), ((A, ((8 * size, 9 * size),)),)))
-    *_, lost, lease, load = commit(machine, None, newest=newest)
+    *_, lost, lease, last = commit(machine, None, newest=newest, is_member=not leaves)
     assert lost == Say(f"{TOKENS:,} tokens of yours do not count: {GIVEN_AWAY}")
     assert lease == UseLease(Place(((8 * size, 9 * size),), 0))
+    assert isinstance(last, Depart if leaves else Load)
+    assert (last.rebase, machine.own.uncounted) == (None, Uncounted())
+
+
+def test_without_leases_there_is_no_place_and_work_is_carried_all_the_same() -> None:
+    machine = started(replace(RULES, leased=False))
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    *_, lease, load = commit(machine, None)
     assert isinstance(load, Load)
-    assert load.rebase is None
+    assert load.rebase is not None
+    assert (lease, machine.own.uncounted) == (UseLease(Place()), Uncounted(2 * TOKENS, 2))
+
+
+def test_with_turns_what_had_none_in_a_round_that_counted_an_earlier_life_is_carried() -> None:
+    machine = started(replace(RULES, takes_turns=True))
+    train(machine, 1)
+    entry = contribution(machine)
+    child = after(GENESIS, entry)
+    child = replace(child, slices=tuple(piece for piece in child.slices if piece.block != 2))
+    *_, load = commit(machine, entry, child=child, had_snapshot=False)
+    assert isinstance(load, Load)
+    assert load.rebase == Rebase(frozenset(RUN.layout.tile_ids_of(2)))
 
 
 def test_steps_made_ahead_belong_to_the_next_round() -> None:
@@ -189,6 +214,7 @@ def test_steps_made_ahead_belong_to_the_next_round() -> None:
     machine.handle(RoundEnded())
     ready = contribution(machine)
     assert machine.handle(GoAhead()) == [StartAhead()]
+    assert machine.handle(GoAhead()) == []
     assert machine.steps_left == 3
     train(machine, 2)
     assert (machine.steps_left, machine.own.uncounted.tokens) == (1, 2 * TOKENS)
@@ -197,7 +223,7 @@ def test_steps_made_ahead_belong_to_the_next_round() -> None:
     assert load.rebase == Rebase(frozenset(), load.turn.blocks)
     assert load.own_steps == machine.own.steps == 2
     assert (machine.own.uncounted, lease) == (Uncounted(2 * TOKENS, 2), UseLease(machine.own.place))
-    assert machine.own.place.consumed == 2 * BATCH
+    assert (machine.own.place.consumed, machine.own.lead) == (2 * BATCH, Uncounted())
 
 
 def test_nothing_is_left_of_a_round_that_is_shorter_than_what_was_made_ahead_of_it() -> None:
@@ -231,6 +257,43 @@ def test_another_history_that_parted_earlier_is_begun_as_it_is() -> None:
     assert isinstance(lease, UseLease)
     assert isinstance(load, Load)
     assert (load.rebase, machine.own.uncounted) == (None, Uncounted())
+
+
+def test_another_history_that_does_not_name_this_peer_leaves_nothing_of_its_work() -> None:
+    machine = started()
+    train(machine, 2)
+    said, aside = machine.handle(Switched(after(GENESIS, None), False, None, 0))
+    assert said == Say(f"{2 * TOKENS:,} of this peer's own tokens are lost with the old history")
+    assert isinstance(aside, StandAside)
+    assert (machine.own.uncounted, machine.turn) == (Uncounted(), None)
+
+
+@pytest.mark.parametrize(
+    ("since", "ahead", "at_once", "made"),
+    [(2, 0, False, 2), (4, 0, False, 3), (1, 1, False, 3), (0, 0, True, 0), (0, 1, True, 1)],
+)
+def test_how_many_steps_of_the_round_are_made_when_work_goes_over(
+    since: int, ahead: int, at_once: bool, made: int
+) -> None:
+    """What was made on top of the undone round is of this one, which is over where steps were made ahead of the next.
+
+    Where that it was made and that it is undone is heard of at once, there is only what was made ahead.
+    """
+    machine = started(replace(RULES, overlaps=True))
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    ready = contribution(machine)
+    if not at_once:
+        commit(machine, ready, is_degraded=True)
+        train(machine, since)
+        machine.handle(RoundEnded())
+    machine.handle(GoAhead())
+    train(machine, ahead)
+    winner = replace(after(GENESIS, None), steps_per_round=3)
+    *_, load = machine.handle(Switched(winner, True, winner, 0 if at_once else ready.tokens, at_once))
+    assert isinstance(load, Load)
+    assert isinstance(load.rebase, GoOver)
+    assert load.own_steps == machine.own.steps == made
 
 
 @pytest.mark.parametrize("since", [0, 1])
@@ -269,6 +332,7 @@ def test_a_checkpoint_is_gone_on_from_in_the_middle_of_its_round() -> None:
     (load,) = machine.handle(Begin(GENESIS, True, Restored(place, Uncounted(TOKENS, 1), 1)))
     assert isinstance(load, Load)
     assert load.restored
+    assert machine.newest == GENESIS.round
     assert machine.steps_left == GENESIS.steps_per_round - 1
     train(machine, 1)
     assert contribution(machine) == Contribution(A, 2 * TOKENS, 2, 2 * BATCH)
