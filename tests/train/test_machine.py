@@ -190,6 +190,7 @@ def test_work_whose_data_was_leased_to_others_is_lost_and_said(leaves: bool) -> 
 def test_without_leases_there_is_no_place_and_work_is_carried_all_the_same() -> None:
     machine = started(replace(RULES, leased=False))
     train(machine, 2)
+    assert machine.own.place == Place()
     machine.handle(RoundEnded())
     *_, lease, load = commit(machine, None)
     assert isinstance(load, Load)

@@ -354,6 +354,34 @@ def test_a_parked_trainer_leaves_the_device_and_goes_on_bit_for_bit() -> None:
     assert same_bits(values_of(parked), values_of(other))
 
 
+class _FullDevice:
+    """A storage for which there is no room until `has_room`."""
+
+    has_room = False
+
+    def resize_(self, size: int) -> None:
+        if size and not self.has_room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def copy_(self, host: torch.UntypedStorage) -> None:
+        assert self.has_room
+
+
+def test_a_pause_for_whose_end_there_is_no_memory_goes_on_until_there_is() -> None:
+    parked, other, device = trainer_of(small_config()), trainer_of(small_config()), _FullDevice()
+    parked.park()
+    state = parked.rank.parked
+    assert state is not None
+    state._kept.append((device, torch.UntypedStorage(8)))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(SpesError, match="memory while going on after a pause"):
+            parked.contribution(0)
+        assert not any(one.untyped_storage().nbytes() for one in parked.rank.model.parameters())
+    device.has_room = True
+    assert [result.loss for result in steps(parked, 2)] == [result.loss for result in steps(other, 2)]
+    assert same_bits(values_of(parked), values_of(other))
+
+
 def test_a_state_that_comes_while_parked_is_loaded_when_training_goes_on() -> None:
     parked, other = trainer_of(small_config(), ()), trainer_of(small_config(), ())
     start = initial(small_config())
