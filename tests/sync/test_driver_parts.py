@@ -10,13 +10,16 @@ import pytest
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.sync.dispatcher import RETRY_HEARTBEATS, Dispatcher
 from spes_p2p.testing.sim import Weather, World
-from spes_p2p.testing.small_peer import Local, small_step
+from spes_p2p.testing.small_peer import Local, SmallSurroundings, small_step
 from spes_p2p.testing.small_world import SmallWorld
+from spes_p2p.testing.symbol_driver import SymbolDriver
 
 
 def asked_for(kind: type[do.Action]) -> tuple[SmallWorld, Local, int]:
@@ -110,3 +113,19 @@ def test_a_simulated_peer_does_not_know_when_its_disk_has_room_again() -> None:
         while peer.is_full or peer.disk.tip.round < round + 3:
             assert world.step()
     assert sum(tried) >= 2
+
+
+def test_a_commit_is_judged_when_it_is_decided_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the simulations, where it may never come to the disk of who has decided for it."""
+    world, local, _ = asked_for(do.Adopt)
+    core, taken = core_of(local), list[Commit]()
+    around = SmallSurroundings(world.table.setting, world.snapshots, local, lambda: 0)
+    monkeypatch.setattr(around.judge, "saw_taken", lambda peer, child, guard: taken.append(child))
+    decided, core.state.round.decided = core.state.round.decided, None
+    driver = SymbolDriver(core, local.disk, around)
+    core.state.round.decided = decided
+    for one in (driver, driver, SymbolDriver(core, local.disk, around)):
+        one.dispatcher.carry_out(())
+    assert taken == [decided]
+    assert decided is not None
+    assert manifest_hash(decided.manifest) in around.judge.known
