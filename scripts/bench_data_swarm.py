@@ -22,9 +22,10 @@ from spes_p2p.data.merkle import EMPTY_ROOT
 from spes_p2p.data.order import Order
 from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue, PieceGrid, ShardRoot
 from spes_p2p.data.trees import TREES, FolderPieces
+from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing
-from spes_p2p.exchange.requests import unpack_request
+from spes_p2p.exchange.requests import DataRequest, unpack_request
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
@@ -100,19 +101,22 @@ class _Holder:
         return b""
 
     async def on_fetch(self, caller: str, request: bytes) -> Blob:
-        return await self._tasks.in_thread(lambda: self._serving.answer(unpack_request(request)))
+        asked = unpack_request(request)
+        if not isinstance(asked, DataRequest):
+            raise RemoteProtocolError("it has data only")
+        return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
 
 async def print_way(folder: Path, pieces: FolderPieces) -> None:
     """One holder, then two, on loopback."""
     loopback, limits = ("/ip4/127.0.0.1/tcp/0",), StreamLimits()
     tasks = Tasks(lambda error: print(error))
-    first = await HivemindNetwork.start((), folder / "0.key", loopback, (), False, False, limits)
+    first = await HivemindNetwork.start((), folder / "0.key", loopback, (), False, limits)
     networks = [first]
     try:
         for index in (1, 2):
             network = await HivemindNetwork.start(
-                first.transport.addresses[:1], folder / f"{index}.key", loopback, (), False, False, limits
+                first.transport.addresses[:1], folder / f"{index}.key", loopback, (), False, limits
             )
             networks.append(network)
         asker, holders = networks[2], networks[:2]

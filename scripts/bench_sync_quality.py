@@ -107,7 +107,7 @@ def _run(config: Config, arguments: argparse.Namespace, folder: Path, device: to
             await swarm.until_round(swarm.up[0].round + 1)
         tip = swarm.up[0].driver.core.tip
         loss = held_out_loss(config, dataset, swarm.up[0].store.version(tip.round), arguments.sequences, device)
-        sent = mean(swarm.network.peer(life.name).transport.bytes_sent for life in swarm.up)
+        sent = mean(swarm.network.peer(life.name).transport.traffic.sent for life in swarm.up)
         await swarm.stop()
         return Result(loss, sent, time.perf_counter() - started)
 

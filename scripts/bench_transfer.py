@@ -47,10 +47,10 @@ def main() -> None:
     print(f"One to one, {arguments.mib} MiB:")
     tcp = _best(_pair(_serve_tcp, _ask_tcp, size, arguments.rounds))
     _row("plain TCP, unchecked", size / tcp, None)
-    theirs = _best(_pair(_serve_state, _ask_state, size, arguments.rounds))
-    _row("hivemind load_state_from_peers", size / theirs, None)
-    ours = _best(_pair(_serve_tiles, _ask_tiles, size, arguments.rounds))
-    _row("our tiles, checked by hash", size / ours, size / theirs)
+    state = _best(_pair(_serve_state, _ask_state, size, arguments.rounds))
+    _row("hivemind load_state_from_peers", size / state, None)
+    tiles = _best(_pair(_serve_tiles, _ask_tiles, size, arguments.rounds))
+    _row("our tiles, checked by hash", size / tiles, size / state)
 
     peers = arguments.peers
     moved = 2 * (peers - 1) * size

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,7 +30,7 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.failpoints import INNER_STEP
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.planning.sizes import Sizes
-from spes_p2p.planning.traffic import Spread, Traffic, round_traffic
+from spes_p2p.planning.traffic import Spread, round_traffic
 from spes_p2p.testing.faults import SLOW, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process
 from spes_p2p.testing.quickstart import CONFIG, QuickstartOptions, prepare
@@ -131,19 +131,20 @@ def _measured(peer: Process, slept_seconds: float) -> Measured:
     )
 
 
-def _formula(arguments: argparse.Namespace) -> Traffic:
+def _formula(codec: Codec, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Bytes up and down."""
     peers = arguments.public + arguments.homes
     overrides = [*MODEL, f"sync.steps_per_round={arguments.steps}", *arguments.sync]
     config = load_config(bundled_config(CONFIG), overrides)
     sizes, sync = Sizes.of(config.model), config.sync
     spread = Spread(peers, sizes.num_experts / peers, 1.0, sizes.num_experts)
     traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments)
-    return replace(traffic, guest_codec=sync.guest_codec)
+    up, down = (way.bytes_in(codec, guest_codec=sync.guest_codec) for way in (traffic.up, traffic.down))
+    return up, down
 
 
 def _show(codec: Codec, arguments: argparse.Namespace, found: list[Measured]) -> None:
-    formula = _formula(arguments)
-    up, down = formula.up.bytes_in(codec), formula.down.bytes_in(codec)
+    up, down = _formula(codec, arguments)
     sent = statistics.mean(one.bytes_up for one in found)
     limit = max(max(8e-6 * m.bytes_up / arguments.up, 8e-6 * m.bytes_down / arguments.down) for m in found)
     sync = statistics.median(one.sync_seconds for one in found)

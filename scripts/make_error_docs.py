@@ -95,7 +95,8 @@ class Scope:
     def values(self, name: str) -> list[ast.AST]:
         """What is assigned to `name`: in the function anything, elsewhere constants."""
         for nodes in (ast.walk(self._function), self._module.body):
-            if found := [node.value for node in nodes if isinstance(node, ast.Assign) and _targets(node, name)]:
+            found: list[ast.AST] = [n.value for n in nodes if isinstance(n, ast.Assign) and _targets(n, name)]
+            if found:
                 return found
         return [self._package[name]] if name in self._package else []
 

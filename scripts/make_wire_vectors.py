@@ -142,7 +142,7 @@ def change() -> np.ndarray[Any, np.dtype[np.float32]]:
 def codecs() -> dict[str, Any]:
     """Of the values of `change`: what travels, and the SHA-256 of the fp32 values that arrive."""
     values = change()
-    found = {}
+    found = dict[str, Any]()
     for codec in CODECS:
         data = values.tobytes() if codec == "fp32" else encode(codec, values)
         arrived = values if codec == "fp32" else decode(codec, data, len(values))

@@ -93,7 +93,7 @@ class Study:
             yield
 
     def take_in(
-        self, layout: Layout, tiles: Sequence[Tile], mean: Values, before: Values, basis: Basis, *others: object
+        self, layout: Layout, tiles: Sequence[Tile], mean: Values, before: Values, basis: Basis, *others: Any
     ) -> Values:
         """As shipped, with a look at the owners' `mean` before guests come in."""
         start, stop, block = tiles[0].start, tiles[-1].stop, tiles[0].block

@@ -350,7 +350,7 @@ def test_a_parked_trainer_leaves_the_device_and_goes_on_bit_for_bit() -> None:
     assert parked.rank.parked is not None
     assert not any(storage.nbytes() for storage in on_device)
     assert [result.loss for result in steps(parked, 3, 2)] == [result.loss for result in steps(other, 3, 2)]
-    assert not parked.rank.parked is not None
+    assert parked.rank.parked is None
     assert same_bits(values_of(parked), values_of(other))
 
 
