@@ -236,7 +236,7 @@ class Staging:
             self._full = self._full or error
             self.discard()
             raise
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):  # mkdir of a folder that is removed meanwhile raises either
             if self._full is not None:
                 raise self._full from None
             raise
