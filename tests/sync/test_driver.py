@@ -182,6 +182,7 @@ def test_the_organiser_is_not_needed_once_the_run_has_begun(folder: Path) -> Non
         await swarm.until_round(6)
         assert any(entry.peer == "late" for entry in commits(swarm, "late")[-1].manifest.roster)
         assert late.driver.core.state.is_member()
+        assert not late.driver.core.state.is_member(commits(swarm, "late")[0].manifest)
         check_agreement(swarm)
         await swarm.start_organiser()
 
