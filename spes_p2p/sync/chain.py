@@ -73,9 +73,13 @@ class CommitFiles:
             return path.read_bytes()
 
     def parsed(self, round: int) -> Commit:
-        """Raises StateError where the file is damaged."""
+        """Raises StateError where the file is damaged, also where it can be read all the same: its hash says so."""
         with self._reading(round) as path:
-            return unpack(Commit, path.read_bytes())
+            commit = unpack(Commit, path.read_bytes())
+            manifest, certificate = commit.manifest, commit.certificate
+            if (manifest.parent, manifest_hash(manifest)) != (certificate.parent, certificate.manifest):
+                raise RemoteProtocolError("the manifest is not the one that its certificate names")
+            return commit
 
     def certificate(self, round: int) -> Certificate:
         """Without a look at the manifest, which may be large. Raises StateError as `parsed` does."""
@@ -181,9 +185,10 @@ class Chain:
         self._members = frozenset[PeerId]()
         # the one that is kept, where it is of these commits, with what those after it count
         found, first, kept = EMPTY, 0, self._files.kept_ledger()
-        is_known = kept is not None and 0 <= kept.round < self.length
-        if kept is not None and is_known and manifest_hash(self._files.parsed(kept.round).manifest) == kept.head:
-            found, first = kept.ledger, kept.round + 1
+        if kept is not None and 0 <= kept.round < self.length:
+            manifest = self._files.parsed(kept.round).manifest
+            if manifest_hash(manifest) == kept.head and kept.ledger.root == manifest.ledger:
+                found, first = kept.ledger, kept.round + 1
         self._ledger = _counting(found, (self._files.parsed(round) for round in range(first, self.length)))
         self._end_with(self.length)
 

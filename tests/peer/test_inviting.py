@@ -39,6 +39,6 @@ def test_an_elector_is_told_that_no_more_can_be_let_in_by_electors(tmp_path: Pat
     genesis, first = RUN_MADE.chain(2)
     chain.append(genesis)
     assert no_more_by_electors(tmp_path, [A]) == ""
-    chain.append(replace(first, manifest=replace(first.manifest, vouched=tuple(NAMES))))
+    chain.append(RUN_MADE.certified(replace(first.manifest, vouched=tuple(NAMES))))
     assert no_more_by_electors(tmp_path, [A, NAMES[0]]).endswith(f"ask the organiser for: spes-p2p run vouch {A}")
     assert no_more_by_electors(tmp_path, NAMES[:1]) == ""

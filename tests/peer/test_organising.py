@@ -99,14 +99,15 @@ def test_a_learning_rate_that_has_not_risen_yet_cannot_fall(tmp_path: Path) -> N
 
 
 def test_a_second_order_to_let_the_learning_rate_fall_names_the_first(tmp_path: Path) -> None:
-    config, commits = load_config(bundled_config("tiny")), MadeRun().chain(4)
+    config, made = load_config(bundled_config("tiny")), MadeRun()
+    commits = made.chain(4)
     falling = replace(commits[3].manifest, decay=Decay(commits[2].manifest.step, 60))
     with pytest.raises(ConfigError, match=f"falling since step {commits[2].manifest.step}, over 60 steps; this cannot"):
         check_can_fall(config, falling, tmp_path)
     chain = Chain(tmp_path / "run" / "chain")
     for commit in commits[:2]:
         chain.append(commit)
-    chain.append(replace(commits[2], manifest=replace(commits[2].manifest, decay=falling.decay)))
+    chain.append(made.certified(replace(commits[2].manifest, decay=falling.decay)))
     with pytest.raises(ConfigError, match="falling since round 2, over 60 steps"):
         check_can_fall(config, falling, tmp_path)
 

@@ -273,7 +273,7 @@ class Tip:
                 values = np.full(self._layout.tiles[tile].size, left, np.float32)
                 self.residuals.stage(child.parent, "handed", tile, values)
         self.residuals.settle(child, manifest_hash(child), lambda tile: NO_HASH)
-        certificate = replace(self.chain.commit(0).certificate, manifest=manifest_hash(child))
+        certificate = replace(self.chain.commit(0).certificate, parent=child.parent, manifest=manifest_hash(child))
         self.chain.append(Commit(certificate, child))
         self.manifest = child
 

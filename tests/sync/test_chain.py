@@ -76,7 +76,7 @@ def test_a_commit_that_two_threads_bring_is_written_once(tmp_path: Path, monkeyp
 
 def test_another_commit_ends_the_branch_in_its_place(tmp_path: Path) -> None:
     chain = filled(tmp_path)
-    other = with_tokens(COMMITS[2], 99)
+    other = RUN.certified(with_tokens(COMMITS[2], 99).manifest)
     chain.append(other)
     for seen in (chain, Chain(tmp_path)):
         assert (seen.length, seen.newest) == (3, other)
@@ -211,6 +211,15 @@ def test_a_damaged_commit_is_known_by_its_child_and_told_once(tmp_path: Path, ro
     assert "join again" in problem
 
 
+def test_a_damaged_commit_that_can_be_read_all_the_same_is_found(tmp_path: Path) -> None:
+    """One wrong bit seldom spoils the form. What such a commit counts would make every later round look wrong."""
+    chain, commit = filled(tmp_path), COMMITS[2]
+    (tmp_path / "00000002.commit").write_bytes(pack(replace(commit, manifest=replace(commit.manifest, tokens=7))))
+    for read in (lambda: chain.commit(2), lambda: Chain(tmp_path)):
+        with pytest.raises(StateError, match=r"00000002\.commit is damaged: .* not the one that its certificate names"):
+            read()
+
+
 def test_two_damaged_commits_in_a_row(tmp_path: Path) -> None:
     chain = filled(tmp_path)
     for round in (1, 2):
@@ -316,7 +325,7 @@ def test_a_start_counts_only_what_is_not_in_the_ledger_on_disk(tmp_path: Path, m
     chain, wanted = Chain(tmp_path), RUN.ledger_of(COMMITS[-1].manifest)
     for commit in COMMITS:
         chain.append(commit)
-    read, parsed = set[int](), CommitFiles.parsed
+    read, parsed, last = set[int](), CommitFiles.parsed, COMMITS[2].manifest
 
     def noted(files: CommitFiles, round: int) -> Commit:
         read.add(round)
@@ -325,7 +334,8 @@ def test_a_start_counts_only_what_is_not_in_the_ledger_on_disk(tmp_path: Path, m
     monkeypatch.setattr(CommitFiles, "parsed", noted)
     assert Chain(tmp_path).ledger(len(COMMITS) - 1) == wanted
     assert min(read) == len(COMMITS) // 3 * 3 - 1, "that of which the kept one is, to see whether it is ours"
-    for damaged in (b"", b"nothing that can be read", pack(KeptLedger(2, sha256(b"of another history"), EMPTY))):
+    other, wrong = KeptLedger(2, sha256(b"of another history"), EMPTY), KeptLedger(2, manifest_hash(last), EMPTY)
+    for damaged in (b"", b"nothing that can be read", pack(other), pack(wrong)):
         (tmp_path / "ledger").write_bytes(damaged)
         assert Chain(tmp_path).ledger(len(COMMITS) - 1) == wanted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.sync import chain_mending
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.chain_mending import opened_chain
+from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 
 RUN = MadeRun()
@@ -67,6 +69,16 @@ def test_damaged_ones_are_taken_from_who_has_those_of_this_history(
     damaged(tmp_path, rounds)
     other: Sequence[Commit] = COMMITS[:4] if 4 in rounds else forked(rounds[0] - 1)
     chain, _ = opened(tmp_path, monkeypatch, {A: other, B: COMMITS}, at_once)
+    assert [chain.commit(round) for round in range(5)] == COMMITS
+
+
+def test_one_that_can_be_read_all_the_same_is_taken_from_others_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged(tmp_path, [])
+    changed = replace(COMMITS[3], manifest=replace(COMMITS[3].manifest, roster=()))
+    (tmp_path / "00000003.commit").write_bytes(pack(changed))
+    chain, _ = opened(tmp_path, monkeypatch, {A: COMMITS})
     assert [chain.commit(round) for round in range(5)] == COMMITS
 
 

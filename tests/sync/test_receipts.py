@@ -266,7 +266,7 @@ def test_a_history_of_ones_own_gets_no_receipt(tmp_path: Path) -> None:
         last = swarm.organiser.chain.commit(3)
         roster = tuple(replace(entry, tokens=10**6) for entry in last.manifest.roster)
         more = replace(last.manifest, roster=roster, tokens=10**9, ledger=own.ledger(2).after(roster).root)
-        own.append(replace(last, manifest=more))
+        own.append(replace(last, certificate=replace(last.certificate, manifest=manifest_hash(more)), manifest=more))
         receipt = check_receipt(await made(swarm, "a", own), swarm.network.keys.verify)
         assert receipt.manifest.round == 2, "the newest that the organiser knows"
         assert receipt.account.tokens == counted(swarm.organiser.chain, receipt)

@@ -49,7 +49,7 @@ class Story:
         return replace(self.template.manifest, round=round, parent=parent, slices=tuple(slices), ownership=ownership)
 
     def append(self, manifest: Manifest) -> None:
-        certificate = replace(self.template.certificate, manifest=manifest_hash(manifest))
+        certificate = replace(self.template.certificate, parent=manifest.parent, manifest=manifest_hash(manifest))
         self.chain.append(Commit(certificate, manifest))
 
     def child(self, *slices: Slice, ownership: Ownership | None = None) -> Manifest:
