@@ -30,6 +30,7 @@ from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
 from spes_p2p.sync.catch_up import CatchUp, Fetched
 from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.sync.starting import zeros
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from spes_p2p.wire import pack
@@ -232,6 +233,24 @@ def test_what_is_damaged_in_the_archive_is_not_given_to_anybody(folder: Path) ->
         renewed = chain[newest.manifest.round + 1].manifest
         assert renewed.state_root == chain[newest.manifest.round - 1].manifest.state_root
         check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_an_archive_that_begins_with_another_first_state_gets_the_newest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the one of a mirror that comes late: zeros stand in where a run began with given values."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        monkeypatch.setattr(swarm, "_start", zeros)
+        mirror = await swarm.add_mirror("m", [])
+        await until(lambda: bool(swarm.server_failures) or mirror.seat.kept is not None)
+        assert not swarm.server_failures
+        assert mirror.seat.kept is not None
+        assert mirror.seat.kept.round >= 2
 
     with_archive(folder, play)
 

@@ -207,20 +207,20 @@ class Seat:
 
 
 def drop_damaged(store: StateStore, chain: Chain, say: Callable[[str], None]) -> None:
-    """Drops states that are unreadable, damaged or were never committed, if an older one remains. Takes a while."""
+    """Drops states that are damaged or were never committed, but for the first: others can mend that. Takes a while."""
     for problem in store.problems:
         say(f"archive: {problem}")
     for round in reversed(store.rounds()):
         commit = chain.find(round)
-        if commit is None or commit.manifest.state_root != store.version(round).root:
-            store.drop(round)
-            continue
+        is_committed = commit is not None and commit.manifest.state_root == store.version(round).root
         try:
-            store.version(round).verify()
+            if is_committed:
+                store.version(round).verify()
         except StateError as error:
             say(f"archive: {error}; it is fetched again")
-            if round > 0:
-                store.drop(round)
+            is_committed = False
+        if round > 0 and not is_committed:
+            store.drop(round)
     newest = store.latest()
     if newest is not None and newest.round:
         say(f"archive: holds the state of round {newest.round}")
