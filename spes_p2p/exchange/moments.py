@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spes_p2p.exchange import requests
 from spes_p2p.ids import Hash
-from spes_p2p.state.layout import Layout
+from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.moments import Moments
 from spes_p2p.state.version import bytes_of, on_disk
 
@@ -87,9 +88,13 @@ class MomentStore:
                 shutil.rmtree(folder)
 
     def serve(self, head: Hash, first_tile: int, count: int) -> tuple[MomentsHead, bytes] | None:
-        """Means, then squares, of consecutive tiles of one column; None where they are not offered."""
+        """Means, then squares, of consecutive tiles of one column; None where they are not on offer, or too many.
+
+        Anybody may ask, and they are copied together.
+        """
         offer, tiles = self._offer, self._layout.consecutive(first_tile, count)
-        if head not in offer.heads or not tiles:
+        size_bytes = 2 * VALUE_BYTES * sum(tile.size for tile in tiles)
+        if head not in offer.heads or not tiles or (len(tiles) > 1 and size_bytes > requests.MAX_JOINED_BYTES):
             return None
         moments = offer.columns.get(tiles[0].block - 1)
         if moments is None or not moments.steps:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.exchange import requests
 from spes_p2p.exchange.moments import MomentsHead, MomentStore
 from spes_p2p.exchange.requests import PackedRequest, unpack_request
 from spes_p2p.exchange.transfers import Transfers
@@ -112,6 +113,15 @@ def test_only_the_last_offer_stands(tmp_path: Path) -> None:
     assert list((tmp_path / "moments").iterdir()) == []
     with pytest.raises(RemoteProtocolError):
         ask(giver, Q, 2)
+
+
+def test_those_of_one_answer_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, tiles = Giver(tmp_path), MADE.layout.tiles_of(2)
+    giver.shelf.offer(P, [(1, moments(1))])
+    monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 2 * 4 * tiles[0].size)
+    assert giver.shelf.serve(P, tiles[0].id, 1) is not None
+    assert giver.shelf.serve(P, tiles[0].id, 2) is None
+    assert same(ask(giver, P, 1), moments(1))
 
 
 def test_a_full_disk_offers_from_memory(tmp_path: Path) -> None:
