@@ -113,29 +113,61 @@ def test_who_has_no_room_for_long_is_waited_for_no_longer_than_who_is_gone(folde
     in_swarm(folder, play, small_config(peers=2))
 
 
-@pytest.mark.parametrize("for_state", [True, False])
+async def full_with_the_leader_gone(
+    swarm: MemorySwarm, monkeypatch: pytest.MonkeyPatch, full_name: str, has_room: bool
+) -> tuple[str, str]:
+    """A peer's disk is full, the leader goes, and then there is room again, for a state where it `has_room`, else for
+    votes alone: nobody proposes, so there is nothing to write. How the two that are left went on, and who has gone.
+    """
+
+    def leader() -> PeerId:
+        return peer(swarm, full_name).driver.core.state.electorate.leader(0)
+
+    def is_alike() -> bool:
+        return {life.round for life in swarm.up} == {peer(swarm, full_name).round} != {0} and leader() != full_name
+
+    await until(is_alike, 300.0)
+    gone, full = swarm.peers[leader()], peer(swarm, full_name)
+    [other] = [life for life in swarm.up if life not in (gone, full)]
+    stood, said = full.round, len(full.notices)
+    monkeypatch.setattr(full.driver, "has_room", lambda: False)
+    with raising(full.votes, "write", StorageFull):
+        await gone.kill()
+        await until(lambda: any(notice.kind == "disk" for notice in full.notices[said:]))
+        await until(lambda: not other.driver.core.state.liveness.hears_quorum)
+    assert full.round == other.round == stood
+    await until(lambda: not full.driver._dispatcher.is_full)  # it has looked once, in vain
+    monkeypatch.setattr(full.driver, "has_room", lambda: has_room)
+    await until(lambda: other.round > stood, 300.0)
+    return other.chain.commit(stood + 1).certificate.kind, gone.name
+
+
+@pytest.mark.parametrize("has_room", [True, False])
 def test_who_has_room_again_is_counted_on_before_it_writes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, for_state: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
-    """With the leader gone nobody proposes, so there is nothing to write: the two that are left would go on only when
-    they may do so without a quorum. So they do where there is room for votes alone."""
+    """Else the two that are left go on only when they may do so without a quorum. So they do where there is room for
+    votes alone."""
 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
-        await until(lambda: {life.round for life in swarm.up} == {(stood := peer(swarm, "a").round)} and stood > 1)
-        gone = peer(swarm, peer(swarm, "a").driver.core.state.electorate.leader(0))
-        full, other = (life for life in swarm.up if life is not gone)
-        monkeypatch.setattr(full.driver, "has_room", lambda: False)
-        stood = full.round
-        with raising(full.votes, "write", StorageFull):
-            await gone.kill()
-            await until(lambda: bool(full.notices))
-            await until(lambda: not other.driver.core.state.liveness.hears_quorum)
-        assert full.round == other.round == stood
-        await until(lambda: not full.driver._dispatcher.is_full)  # it has looked once, in vain
-        monkeypatch.setattr(full.driver, "has_room", lambda: for_state)
-        await until(lambda: other.round > stood, 300.0)
-        assert other.chain.commit(stood + 1).certificate.kind == (QUORUM if for_state else DEGRADED)
+        kind, _ = await full_with_the_leader_gone(swarm, monkeypatch, "b", has_room)
+        assert kind == (QUORUM if has_room else DEGRADED)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_who_is_full_again_after_a_commit_is_counted_on_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit has shown that what was promised before it was true."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        for _ in range(2):
+            kind, gone = await full_with_the_leader_gone(swarm, monkeypatch, "b", has_room=True)
+            assert kind == QUORUM
+            await swarm.add(gone)
+            await until(counts(swarm, gone), 300.0)
         check_agreement(swarm)
 
     in_swarm(folder, play)
