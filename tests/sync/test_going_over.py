@@ -265,11 +265,11 @@ def test_a_change_that_is_far_too_large_is_judged_when_others_are_there(folder: 
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(("rounds", "damaged"), [(1, 2), (1, 1), (2, 1)])
 def test_who_comes_back_with_a_damaged_state_that_only_its_lost_history_had_settles_before_it(
-    folder: Path, rounds: int
+    folder: Path, rounds: int, damaged: int
 ) -> None:
-    """Nobody can mend it, and nobody has a newer one on top of it."""
+    """Nobody can mend it, and nobody has a newer one on top of it. The one before it may be damaged, too."""
 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(NAMES, QUICK)
@@ -281,11 +281,15 @@ def test_who_comes_back_with_a_damaged_state_that_only_its_lost_history_had_sett
         swarm.network.partition(["e"])
         await until(lambda: life.round >= stood + rounds, 600.0)
         await life.kill()
-        with open(life.store.version(life.round).block_path(0), "r+b") as file:
-            file.write(b"damaged")
+        for round in range(life.round + 1 - damaged, life.round + 1):
+            with open(life.store.version(round).block_path(0), "r+b") as file:
+                file.write(b"damaged")
         await swarm.until_round(stood + 2, "abcd")
         swarm.network.heal()
+        left = list[int]()
+        swarm.watch = lambda life, manifest: left.extend(life.store.version(manifest.round).damaged_tiles())
         again = await swarm.add("e")
+        assert not left
         assert f"others are on another history of the run: going on from round {life.round - 1}" in again.said
         await until(counts(swarm, "e"), 600.0)
         check_agreement(swarm)
