@@ -119,3 +119,24 @@ def test_a_server_serves_from_the_offset_on() -> None:
 
     head = wire.pack(BlobHead(4, b""))
     assert run_virtual(main()) == frame(b"B", head) + b"ata" + checksum_bytes(zlib.crc32(head + b"data"))
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_what_a_stranger_leaves_out_counts_as_if_it_asked_for_it(is_member: bool) -> None:
+    """It is read and hashed before anything is sent, or nothing is."""
+    asked = 0
+
+    class Giver(Refuser):
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            nonlocal asked
+            asked += 1
+            return Blob(bytes(2**20))
+
+    async def main() -> None:
+        server = StreamServer(Giver(), Traffic(), is_member=lambda peer: is_member)
+        for _ in range(200):
+            stream = Scripted(frame(b"Q", wire.pack(FetchRequest(2**20, 2**20, b""))))
+            await server.serve(PEER, stream)
+
+    run_virtual(main())
+    assert asked == 200 if is_member else asked <= 100
