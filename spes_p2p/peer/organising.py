@@ -31,6 +31,7 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
+from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
@@ -319,7 +320,8 @@ async def tell(network: Network, info: RunInfo, word: Words) -> Words:
     await network.directory.publish(words_key(info.run_id), pack(known), TTL_SECONDS)
     while True:
         said = await read_words(network.directory, info, check)
-        repeated = [words for peer, words in said.items() if peer != network.signer.peer_id and words.has(word)]
+        nodes = await read_peers(network, info.run_id, ANSWER_SECONDS)  # who gives an order publishes it, too
+        repeated = [words for peer, words in said.items() if peer in nodes and words.has(word)]
         if repeated:
             return together(repeated)
         if now() > until:

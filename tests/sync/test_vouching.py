@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Roll, electors
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.peer.organising import MOST_SIGNINGS, sign_roll
-from spes_p2p.swarm.records import words_key
-from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, roll
+from spes_p2p.peer.organising import MOST_SIGNINGS, sign_roll, tell
+from spes_p2p.swarm.records import PeerRecord, peers_key, words_key
+from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, ending, roll
 from spes_p2p.sync.passes import Doorkeeper, make_pass
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
@@ -38,6 +40,12 @@ class Organising:
         self._known = roll(self._swarm.info, self._known, self._sealer, *names)
         directory = self._swarm.network.peer("the organiser's desk").directory
         await directory.publish(words_key(self._swarm.info.run_id), pack(self._known), TTL_SECONDS)
+
+
+async def announce(swarm: MemorySwarm, name: str) -> None:
+    """That this is a node of the run; for as long as a test may take."""
+    record = PeerRecord(swarm.info.run_id, PeerId(name), (), "0.1.0", 0, 0, 0, 0.0, (), "bootstrap", False, 0)
+    await swarm.network.peer(name).directory.publish(peers_key(swarm.info.run_id), pack(record), 3600.0)
 
 
 def newest(swarm: MemorySwarm, name: str) -> Manifest:
@@ -201,6 +209,7 @@ def test_two_orders_of_one_moment_that_contradict_each_other_come_to_an_end(tmp_
             swarm.info, swarm.network.peer("node").directory, swarm.network.keys.verify, lambda words: None,
             swarm.server_failures.append, tmp_path / WORDS_FILE,
         )  # fmt: skip
+        await announce(swarm, "node")
         await watch.start()
         said = await asyncio.gather(
             sign_roll(desks[0], swarm.info, sealer, vouched=[peer]),
@@ -217,6 +226,19 @@ def test_two_orders_of_one_moment_that_contradict_each_other_come_to_an_end(tmp_
         assert all(word in (("x",), ()) for word in (last.vouched, last.banned))
         assert last.vouched != last.banned
         await watch.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_an_order_is_confirmed_by_nodes_of_the_run_alone(tmp_path: Path) -> None:
+    """A command that is repeated, since nobody confirmed it, finds what it published itself the first time."""
+
+    async def main(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        sealer = KeySealer(swarm.network.keys.signer(PeerId(ORGANISER)))
+        for desk in ("a desk", "the same, again"):
+            with pytest.raises(NetworkError, match="no node of the run has confirmed it"):
+                await tell(swarm.network.peer(desk), swarm.info, ending(swarm.info, 7, sealer))
 
     in_swarm(tmp_path, main, VOUCHED)
 
@@ -256,7 +278,8 @@ def test_who_brings_a_pass_takes_no_order_back_that_is_given_in_the_moment_after
             for name in ("node", "other")
         )  # fmt: skip
         keeper = Doorkeeper(info, check, sealer, tmp_path / "passes", lambda peer, missing: None, print)
-        for watch in (node, other):
+        for name, watch in (("node", node), ("other", other)):
+            await announce(swarm, name)
             await watch.start()
             await asyncio.sleep(LOOK_SECONDS / 2)
         await asyncio.sleep(LOOK_SECONDS / 4)  # the other looks first after each pass
