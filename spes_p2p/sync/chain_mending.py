@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
@@ -44,15 +45,18 @@ def _readable(files: CommitFiles, round: int) -> Commit | None:
 
 async def _given(files: CommitFiles, first: int, run: Run, node: Node, sources: Sources) -> list[Commit]:
     """The commits from round `first` to the next that can be read, all from one holder: each alone might be of another
-    history, where the one after it is damaged too. Empty where nobody has them.
+    history, where the one after it is damaged too. Empty where nobody has them. The newest is one with a quorum, if a
+    member or the organiser gives such: one without may be of another history, while ours has one.
     """
     before = files.parsed(first - 1)
     readable = (at for at in range(first, files.count()) if _readable(files, at) is not None)
     count = next(readable, files.count()) - first
     after = _readable(files, first + count)
-    members = {member.peer for member in before.manifest.members}
-    # strangers last: they may be many, and never done
-    for holder in sorted(await sources(), key=lambda peer: peer != run.info.organiser and peer not in members):
+    known = {run.info.organiser, *(member.peer for member in before.manifest.members)}
+    found = list[Commit]()
+    for holder in sorted(await sources(), key=lambda peer: peer not in known):
+        if found and holder not in known:  # strangers may be many, and never done
+            break
         transfers, part = run.transfers(node.transport), list[Commit]()
         try:
             while len(part) < count and (more := await commits_from(transfers, holder, first + len(part))):
@@ -63,7 +67,9 @@ async def _given(files: CommitFiles, first: int, run: Run, node: Node, sources: 
             for parent, commit in pairwise((before, *part)):
                 manifest, certificate = commit.manifest, commit.certificate
                 check_certificate(parent.manifest, manifest, certificate, node.checker.check, run.rules.seals)
-            return part
+            if after is not None or has_quorum(part[-1]):
+                return part
+            found = found or part
         except (NetworkError, RemoteProtocolError):
             continue
-    return []
+    return found

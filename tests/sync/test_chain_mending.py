@@ -82,6 +82,19 @@ def test_one_that_can_be_read_all_the_same_is_taken_from_others_too(
     assert [chain.commit(round) for round in range(5)] == COMMITS
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_newest_is_one_with_a_quorum_where_a_member_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """Who was cut off made another child alone. Strangers are not waited for where there is one."""
+    damaged(tmp_path, [4])
+    alone = RUN.degraded(RUN.child(COMMITS[3].manifest, sha256(b"alone"), sha256(b"wire")))
+    last = COMMITS if is_ours else ()
+    chain, asked = opened(tmp_path, monkeypatch, {A: [*COMMITS[:4], alone], B: COMMITS, ORGANISER: last})
+    assert chain.commit(4) == (COMMITS[4] if is_ours else alone)
+    assert asked == [A, ORGANISER]
+
+
 def test_what_no_elector_has_signed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged(tmp_path, [4])
     forged = RUN.certified(RUN.child(COMMITS[3].manifest, sha256(b"false"), sha256(b"wire")), B)
