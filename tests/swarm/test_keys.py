@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p import wire
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend import identity
 from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloHandler, HelloReply, HelloRequest
@@ -38,6 +38,21 @@ def test_a_full_disk_is_not_taken_for_a_wrong_path(tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageFull, match="no room") as caught:
         IdentityFile(tmp_path / "identity.key")
     assert caught.value.fix == "free disk space"
+
+
+def test_who_may_not_read_a_key_is_not_told_to_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the organiser's, nobody can steer or end a run any more."""
+    path = tmp_path / "identity.key"
+    IdentityFile(path).release()
+
+    def read(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied") as caught:
+        identity.signer_of(path)
+    assert "start as the user whom the file belongs to" in caught.value.fix
+    assert "remove" not in caught.value.fix
 
 
 def test_its_own_signature_is_good(signer: RsaSigner) -> None:

@@ -88,7 +88,11 @@ def _load(path: Path) -> rsa.RSAPrivateKey:
         message = crypto_pb2.PrivateKey.FromString(path.read_bytes())
         key = serialization.load_der_private_key(message.data, password=None)
     except OSError as error:
-        raise ConfigError(f"identity {path} cannot be read: {error}", fix=fix) from error
+        # never told to remove it: it may be whole, and a run without its organiser's key cannot be steered any more
+        raise ConfigError(
+            f"identity {path} cannot be read: {error}",
+            fix="start as the user whom the file belongs to, or restore it from a copy",
+        ) from error
     except (DecodeError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"identity {path} is not a libp2p private key", fix=fix) from error
     if not isinstance(key, rsa.RSAPrivateKey):
