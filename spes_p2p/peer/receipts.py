@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError, NobodyAnswers
-from spes_p2p.files import write_whole
+from spes_p2p.files import on_a_sound_disk, write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import CHAIN, OWNER, RUN
 from spes_p2p.peer.kept_invite import RECEIPT_FILE, kept_invite
@@ -22,7 +22,8 @@ ANSWER_SECONDS = 15.0
 def get_receipt(output: Path) -> tuple[Path, bytes]:
     """Where in `output` the receipt of that folder's peer now lies, and its bytes. The peer may be running.
 
-    Raises ConfigError where no run has begun there, NetworkError where nobody signs one, and Stopped on Ctrl-C.
+    Raises ConfigError where no run has begun there, NetworkError where nobody signs one, StorageBroken where it cannot
+    be written, and Stopped on Ctrl-C.
     """
     run = meeting((kept_invite(output, "spes-p2p receipt --output peer"),), ())
     try:
@@ -37,7 +38,8 @@ def get_receipt(output: Path) -> tuple[Path, bytes]:
     except NobodyAnswers as error:
         raise no_signer(str(error)) from error
     path = output / RECEIPT_FILE
-    write_whole(path, data)
+    with on_a_sound_disk(output):
+        write_whole(path, data)
     return path, data
 
 

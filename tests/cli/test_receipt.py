@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.peer import receipts
 from spes_p2p.swarm.invite import Invite, encode
 from spes_p2p.sync.receipts import pack_receipt
 from tests.cli.conftest import spes_p2p
@@ -55,6 +56,21 @@ def test_others_are_refused_with_the_reason(file: Path, signers: Signers) -> Non
     file.unlink()
     refused(spes_p2p(*check), "cannot be read")
     refused(spes_p2p("receipt", "--output", str(file.parent)), "holds no invitation")
+
+
+def test_whose_folder_may_not_be_written_to_is_told_so(
+    tmp_path: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, data: bytes) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "invite.txt").write_text(encode(Invite("tiny", bytes(16), signers.info.organiser, (ADDRESS,))))
+    (tmp_path / "run" / "chain").mkdir(parents=True)
+    (tmp_path / "run" / "peer_id").write_text(signers.worker.peer_id)
+    monkeypatch.setattr(receipts, "visit", lambda run, look: b"a receipt")
+    monkeypatch.setattr(receipts, "write_whole", write)
+    answer = spes_p2p("receipt", "--output", str(tmp_path))
+    refused(answer, f"{tmp_path / 'receipt.spes'} cannot be read or written: Permission denied", "belong to you")
 
 
 def test_a_check_loads_neither_torch_nor_the_network(file: Path) -> None:
