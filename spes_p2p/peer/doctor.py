@@ -30,6 +30,7 @@ from spes_p2p.errors import (
     ConfigError,
     IdentityInUse,
     NetworkError,
+    PermanentError,
     RemoteProtocolError,
     SpesError,
     first_line,
@@ -52,6 +53,7 @@ from spes_p2p.peer.checks import (
     speed_check,
 )
 from spes_p2p.peer.devices import choose_cards, limits_of, why_it_cannot_train
+from spes_p2p.peer.entrance import check_open, organiser_words
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
 from spes_p2p.peer.herald import OWN_DATA
 from spes_p2p.peer.network import open_network
@@ -200,7 +202,12 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
         info, found.config = await load_run(network.transport, group, ANSWER_SECONDS)
         records = await read_peers(network, group.run_id, ANSWER_SECONDS)
         found.peers = sum(record.role == "peer" for record in records.values())
-        note(Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(found.peers, 'peer')}"))
+        words = await organiser_words(network, info, ANSWER_SECONDS)
+        try:
+            check_open(words, info, group.round, network.signer.peer_id)
+            note(Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(found.peers, 'peer')}"))
+        except PermanentError as error:
+            note(of_error("run", error))
         found.speed = await _speed(network, note)
         if info.dataset == NO_HASH:
             found.config = changed(found.config, ("data.source=local",))

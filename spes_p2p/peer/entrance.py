@@ -89,8 +89,8 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
     check_organiser(options.organiser, info)
     contacts = Contacts(options.folder, info, network.signer.peer_id, addresses)
-    words = await _organiser_words(network, info)
-    _check_open(words, info, group.round, network.signer.peer_id)
+    words = await organiser_words(network, info, ANSWER_SECONDS)
+    check_open(words, info, group.round, network.signer.peer_id)
     if options.token:
         check_own_pass(options.token, info, network)
     if options.until_round is not None and group.round > options.until_round:
@@ -134,10 +134,10 @@ def check_own_pass(token: bytes, info: RunInfo, network: Network) -> None:
         )
 
 
-async def _organiser_words(network: HivemindNetwork, info: RunInfo) -> Words:
+async def organiser_words(network: Network, info: RunInfo, timeout_seconds: float) -> Words:
     """What the organiser has said so far; nothing where nobody knows, and it is looked for again when we are in."""
     try:
-        return await known_words(network, info, ANSWER_SECONDS)
+        return await known_words(network, info, timeout_seconds)
     except NetworkError:
         return Words()
 
@@ -158,7 +158,7 @@ def check_kept_is_open(folder: Path, fingerprint: str | None) -> None:
         )
 
 
-def _check_open(words: Words, info: RunInfo, round: int, me: PeerId) -> None:
+def check_open(words: Words, info: RunInfo, round: int, me: PeerId) -> None:
     """Raises PermanentError where the organiser has banned this peer, or ended the run."""
     if words.is_banned(me):
         raise banned(info, me)

@@ -21,7 +21,7 @@ from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.node import can_be_audited
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.wire import pack
-from tests.cli.conftest import spes_p2p
+from tests.cli.conftest import LOOPBACK, spes_p2p
 from tests.cli.test_errors import refused
 from tests.cli.test_join import Serve, rounds, serving
 from tests.sync.chains import MadeRun
@@ -70,6 +70,9 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         refused(spes_p2p("run", "choose", "abcdef0123", "-f", str(organiser.folder)), "has one history", "peers of")
         while "round 3: step" not in "\n".join(organiser.said):
             pass
+        looked = spes_p2p("doctor", word, "--host-maddrs", LOOPBACK)
+        assert "failure  run     run tiny is over: its organiser ended it with round 3" in looked.output
+        assert looked.exit_code == 1
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
     with serving("scheduler.warmup_steps=0") as again:
         assert any("the organiser ends the run with round 3" in line for line in again.said)
