@@ -141,6 +141,7 @@ class Disk:
     path: str
     free_bytes: int
     held_bytes: int = 0
+    is_writable: bool = True
 
 
 def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int = 0) -> Check:
@@ -148,6 +149,8 @@ def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int =
 
     `data_bytes`: most of the run's data that is kept here; less where there is no room, so nothing depends on it.
     """
+    if not disk.is_writable:
+        return Check("disk", "failure", f"{disk.path} cannot be written to", "choose a folder of yours with --output")
     if config is None:
         return Check("disk", "ok", f"{bytes_text(disk.free_bytes)} free at {disk.path}")
     need = DiskNeed.of(config, wanted)

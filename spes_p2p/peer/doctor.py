@@ -132,7 +132,7 @@ def _id_check(output: Path, is_vouched: bool) -> Check:
     """Who this peer will be, for its organiser to know; its key is made now. `is_vouched`: a vote is given by name."""
     path = output / "identity.key"
     try:
-        if not path.exists():
+        if not os.path.exists(path):  # Path.exists raises where we may not look, or the name is too long
             make_folder(output)
             IdentityFile(path).release()
         me = signer_of(path).peer_id
@@ -325,9 +325,11 @@ def find_machine() -> Machine:
 def find_disk(output: Path) -> Disk:
     """Where `output` is, or would be made."""
     folder = output.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # Path.exists raises where we may not look, or the name is too long
         folder = folder.parent
-    return Disk(str(folder), shutil.disk_usage(folder).free, _held_bytes(output))
+    is_ours = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    held = _held_bytes(folder) if os.path.isdir(output) else 0
+    return Disk(str(folder), shutil.disk_usage(folder).free, held, is_ours)
 
 
 def _held_bytes(folder: Path) -> int:

@@ -88,6 +88,22 @@ def test_the_folder_of_a_peer_counts_its_files_once(tmp_path: Path) -> None:
     assert doctor.find_disk(tmp_path / "not" / "there").path == str(tmp_path)
 
 
+def test_a_folder_that_nothing_can_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for output in ("file", "file/peer"):
+        found = checks(spes_p2p("doctor", "--output", str(tmp_path / output), "--json"))
+        assert found["disk"]["level"] == found["peer"]["level"] == "failure"
+        assert found["disk"]["text"] == f"{tmp_path / 'file'} cannot be written to"
+    found = checks(spes_p2p("doctor", "--output", str(tmp_path / ("x" * 300)), "--json"))
+    assert found["peer"]["level"] == "failure"
+    assert "cannot be created" in found["peer"]["text"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor.os, "access", lambda path, how: False)  # root may write everywhere
+    answer = spes_p2p("doctor")
+    assert answer.exit_code == 1
+    assert f"failure  disk    {tmp_path} cannot be written to" in answer.output
+
+
 def test_what_it_prints_can_be_typed_as_it_stands() -> None:
     fits = [Check("fit", "ok", "4 columns fit")]
     assert verdict(fits, "spes1abc").endswith(": spes-p2p join spes1abc")
