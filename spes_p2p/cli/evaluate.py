@@ -58,6 +58,7 @@ def evaluate(
 
     Example: spes-p2p eval --checkpoint peer --suite quick --limit 200
     """
+    from spes_p2p.interop.evaluate import chosen_tasks, find_tasks
     from spes_p2p.peer.evaluation import EvalOptions, run_eval
     from spes_p2p.peer.export import ExportOptions
     from spes_p2p.peer.options import meeting
@@ -69,7 +70,9 @@ def evaluate(
     run = meeting(invites, initial_peers or (), run_id, fingerprint)
     if folder is None:
         one_source(checkpoint, run.addresses)
-    else:
+    if folder is None or not folder.exists():  # what can be known before a model is fetched, which may take hours
+        find_tasks(chosen_tasks(suite), include_path)
+    if folder is not None:
         folder = model_at(folder)
     source = ExportOptions(Path(), checkpoint, run, dtype.value, tokenizer=tokenizer)
     options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length)

@@ -6,6 +6,7 @@ scores, is up to the callers.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,32 @@ def chosen_tasks(suite: str) -> Mapping[str, int | None]:
     return tasks
 
 
+def find_tasks(tasks: Mapping[str, int | None], include_path: Path | None = None) -> Any:
+    """The harness's TaskManager, which has all of `tasks`; neither their data nor a model is loaded.
+
+    Raises ConfigError for unknown tasks and where the harness is not installed.
+    """
+    try:
+        importlib.import_module("lm_eval.models.huggingface")  # what `evaluate` needs
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(f"lm-eval cannot be imported: {error}", fix="install it with scripts/venv.sh eval") from error
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(f"--include-path {include_path} is not a folder", fix="give a folder of task files (YAML)")
+    with _quiet():
+        own = [] if include_path is None else [str(include_path)]
+        manager = TaskManager(include_path=own, include_defaults=False)
+        if not tasks.keys() <= set(manager.all_tasks):  # to read the harness's own takes a while
+            manager = TaskManager(include_path=own)
+    unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(
+            f"the harness has no task {unknown[0]!r}",
+            fix="lm-eval ls tasks lists them; name a folder of your own task files with --include-path",
+        )
+    return manager
+
+
 def evaluate(
     folder: Path,
     tasks: Mapping[str, int | None],
@@ -80,24 +107,16 @@ def evaluate(
     its config says. Raises ConfigError for unknown tasks and where the harness is not
     installed, DataError for a folder or data that cannot be loaded.
     """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(f"lm-eval cannot be imported: {error}", fix="install it with scripts/venv.sh eval") from error
-    if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {include_path} is not a folder", fix="give a folder of task files (YAML)")
+    manager = find_tasks(tasks, include_path)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise DataError(
             f"{folder} has no tokenizer, which the harness needs",
             fix="give a Hugging Face folder with one; for a checkpoint or a live run name it with --tokenizer",
         )
     with _quiet():
-        own = [] if include_path is None else [str(include_path)]
-        manager = TaskManager(include_path=own, include_defaults=False)
-        if not tasks.keys() <= set(manager.all_tasks):  # to read the harness's own takes a while
-            manager = TaskManager(include_path=own)
         wanted = _load(manager, tasks)
         try:
             model = HFLM(str(folder), device=device, batch_size=batch_size, dtype="auto", max_length=max_length)
@@ -121,12 +140,6 @@ def evaluate(
 
 def _load(manager: Any, tasks: Mapping[str, int | None]) -> list[Any]:
     """The harness's task and group objects, with the shots that were asked for."""
-    unknown = [name for name in tasks if name not in manager.all_tasks]
-    if unknown:
-        raise ConfigError(
-            f"the harness has no task {unknown[0]!r}",
-            fix="lm-eval ls tasks lists them; name a folder of your own task files with --include-path",
-        )
     wanted: list[Any] = []
     for name, shots in tasks.items():
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.cli.conftest import spes_p2p
+from tests.cli.test_errors import NOBODY, refused
 from tests.interop.test_importing import qwen3 as moe
 from tests.interop.test_upcycle import qwen3
 
@@ -72,3 +74,16 @@ def test_export_says_what_is_wrong(arguments: tuple[str, ...], message: str, tmp
     assert message in answer.errors
     assert "\nFix: " in answer.errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_with_an_evaluation_is_told_before_a_model_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(*source: object) -> Path:
+        raise AssertionError("a model is fetched")
+
+    monkeypatch.setattr("spes_p2p.interop.hub.model_folder", fetch)
+    monkeypatch.setattr("spes_p2p.peer.evaluation.run_export", fetch)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for model in (("somebody/a-model",), ("--checkpoint", str(tmp_path)), ("--initial-peers", NOBODY)):
+        refused(spes_p2p("eval", *model), "lm-eval cannot be imported", "scripts/venv.sh eval")
