@@ -204,7 +204,7 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
         found.peers = sum(record.role == "peer" for record in records.values())
         words = await organiser_words(network, info, ANSWER_SECONDS)
         try:
-            check_open(words, info, group.round, network.signer.peer_id)
+            check_open(words, info, group.round, _id_of(options.folder) or network.signer.peer_id)
             note(Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(found.peers, 'peer')}"))
         except PermanentError as error:
             note(of_error("run", error))
@@ -219,6 +219,13 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
                 await _look_at_web(network, info, found.grid, holders, folder, options.web_data, note)
     finally:
         await network.close()
+
+
+def _id_of(output: Path) -> PeerId | None:
+    """Who the peer of this folder is; None where it has no key, or none that can be read, which `join` will say."""
+    with contextlib.suppress(ConfigError):
+        return signer_of(output / "identity.key").peer_id
+    return None
 
 
 def _port_check(network: HivemindNetwork) -> Check:

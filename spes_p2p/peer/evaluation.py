@@ -17,6 +17,7 @@ from spes_p2p.observe.events import Tasks
 from spes_p2p.observe.sinks import JsonLines
 from spes_p2p.peer.devices import choose_device
 from spes_p2p.peer.export import ExportOptions, Report, metrics_of, run_export
+from spes_p2p.peer.stopping import interrupted_by_signals
 
 Say = Callable[[str], None]
 
@@ -56,7 +57,7 @@ def run_eval(options: EvalOptions, say: Say, report: Report = lambda what, done,
     device = str(choose_device(options.device))
     metrics = _metrics_file(options)  # now: a checkpoint may be replaced by newer ones meanwhile
     round, step = 0, 0
-    with TemporaryDirectory(prefix="spes-p2p-eval-") as temporary:
+    with interrupted_by_signals(), TemporaryDirectory(prefix="spes-p2p-eval-") as temporary:
         folder = options.folder
         if folder is None:
             folder = Path(temporary) / "model"

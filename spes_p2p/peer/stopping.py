@@ -69,9 +69,7 @@ def leaving_on_signals(
     asked, has_left = threading.Event(), threading.Event()
     watching = (read, asked, has_left, leave, say, lost)
     threading.Thread(target=_watch, args=watching, name="signals", daemon=True).start()
-    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # so says nohup
-    heeded = _URGENT if outlives_terminal else (*_URGENT, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
+    before = {number: signal.signal(number, lambda number, frame: None) for number in _heeded()}
     fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # written to when the signal comes
     try:
         yield
@@ -82,6 +80,28 @@ def leaving_on_signals(
             for number, handler in before.items():
                 signal.signal(number, handler)
             os.close(write)
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as Ctrl-C does: what is temporary is removed then, too.
+
+    No effect off the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heeded() -> tuple[signal.Signals, ...]:
+    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # so says nohup
+    return _URGENT if outlives_terminal else (*_URGENT, signal.SIGHUP)
 
 
 def _watch(

@@ -98,6 +98,9 @@ def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
         answer = spes_p2p("run", "ban", peer, *node)
         assert answer.output == f"vouched for: nobody\nbanned: {peer}\nthe next round takes it up\n"
         refused(organiser.join(stranger, "--data", str(tokens)), "has banned this peer", f"ban --undo {peer}", code=3)
+        word = spes_p2p("invite", "--folder", str(organiser.folder)).output.strip()
+        looked = spes_p2p("doctor", word, "-o", str(stranger), "--host-maddrs", LOOPBACK).output
+        assert "failure  run     the organiser of run tiny has banned this peer" in looked
         undone = spes_p2p("run", "ban", "--undo", peer, *node).output
         assert "banned: nobody" in undone
         assert "is still carried out once" in undone

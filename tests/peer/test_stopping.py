@@ -13,7 +13,7 @@ import pytest
 
 from spes_p2p.errors import Stopped
 from spes_p2p.peer import stopping
-from spes_p2p.peer.stopping import INTERRUPTED, leaving_on_signals, until_stopped
+from spes_p2p.peer.stopping import INTERRUPTED, interrupted_by_signals, leaving_on_signals, until_stopped
 
 PROGRAM = """
 import signal, sys, threading
@@ -155,6 +155,14 @@ def test_handlers_are_put_back() -> None:
     with leaving_on_signals(lambda: None, lambda text: None):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_block_that_cleans_up_does_so_after_each_signal(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_signals():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
 
 
 def test_other_threads_leave_signals_alone() -> None:

@@ -81,7 +81,7 @@ def _create(path: Path) -> rsa.RSAPrivateKey:
 
 
 def _load(path: Path) -> rsa.RSAPrivateKey:
-    fix = "restore the file, or remove it to get a new identity"
+    fix = "restore the file from a copy; where it is no organiser's, removing it gives a new identity"
     try:
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
