@@ -43,6 +43,8 @@ from spes_p2p.swarm.streams import (
 
 KEEPALIVE_SECONDS = 1.0
 STREAMS = DoorLimits(Rate(200.0, 2000.0), Rate(50.0, 500.0), Rate(200.0, 2000.0))
+MOST_SKIPPED = STREAMS.stranger.burst / 5
+"""What it costs at most to go on after an offset: a cut ends all four streams of a newcomer whose tiles are large."""
 TURN_SECONDS = 20.0
 LEAST_BYTES_PER_SECOND = 32 * 2**10
 """A stream has its place for TURN_SECONDS, and longer while it takes its bytes at this rate. After that it is cut as
@@ -252,7 +254,7 @@ class StreamServer:
                     raise RemoteProtocolError(f"got a frame of kind {kind!r} where a request was expected")
                 request = wire.unpack(FetchRequest, body)
                 # what a stranger leaves out is read and hashed all the same, and no upload paces it
-                skipped = 0 if places is self._members else request.offset / CHUNK_BYTES
+                skipped = 0 if places is self._members else min(request.offset / CHUNK_BYTES, MOST_SKIPPED)
                 if not (asked.has_place and self._door.admits(asked.caller, skipped)):
                     raise RemoteProtocolError("too many streams are waiting, or came in too short a time")
                 async with self._slot(asked.caller, stream, places, request):

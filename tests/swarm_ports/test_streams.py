@@ -140,3 +140,20 @@ def test_what_a_stranger_leaves_out_counts_as_if_it_asked_for_it(is_member: bool
 
     run_virtual(main())
     assert asked == 200 if is_member else asked <= 100
+
+
+def test_a_stranger_goes_on_with_large_blobs_where_they_were_cut() -> None:
+    """A tile may have 256 MiB. What costs more than a stranger may ever take would be refused for ever."""
+    blob = bytes(2**27)
+
+    class Giver(Refuser):
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            return Blob(blob)
+
+    async def main() -> list[bytes]:
+        server = StreamServer(Giver(), Traffic(), is_member=lambda peer: False)
+        streams = [Scripted(frame(b"Q", wire.pack(FetchRequest(2**27, 2**27, b"")))) for _ in range(4)]
+        await asyncio.gather(*(server.serve(PEER, stream) for stream in streams))
+        return [stream.written[:1] for stream in streams]
+
+    assert run_virtual(main()) == [b"B"] * 4
