@@ -7,13 +7,12 @@ begins with fresh moments.
 from __future__ import annotations
 
 import shutil
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spes_p2p.exchange import requests
-from spes_p2p.ids import Hash
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.moments import Moments
 from spes_p2p.state.version import bytes_of, on_disk
@@ -30,7 +29,7 @@ class MomentsHead:
 class _Offer:
     heads: frozenset[Hash]
     columns: dict[int, Moments]
-    taken: Counter[int]
+    taken: dict[int, set[PeerId]]
 
 
 class MomentStore:
@@ -41,7 +40,7 @@ class MomentStore:
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self._offer = _Offer(frozenset(), {}, Counter())
+        self._offer = _Offer(frozenset(), {}, {})
         self._count = 0
 
     def offer(self, head: Hash, moments: Iterable[tuple[int, Moments]]) -> None:
@@ -52,7 +51,7 @@ class MomentStore:
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
         columns = {column: self._kept(folder, column, one) for column, one in moments}
-        self._offer = _Offer(frozenset({head}), columns, Counter())  # at once: readers see the one or the other
+        self._offer = _Offer(frozenset({head}), columns, {})  # at once: readers see the one or the other
         for older in self._directory.iterdir():
             if older != folder:
                 shutil.rmtree(older)
@@ -67,23 +66,23 @@ class MomentStore:
         """Nothing was trained since: what is offered is as good on top of `head`."""
         self._offer = replace(self._offer, heads=self._offer.heads | {head})
 
-    def note_taken(self, head: Hash, column: int) -> None:
-        """Somebody has taken over, or given up, this column."""
+    def note_taken(self, head: Hash, column: int, peer: PeerId) -> None:
+        """That peer has taken over, or given up, this column."""
         if head in self._offer.heads and 0 <= column < self._layout.num_columns:
-            self._offer.taken[column] += 1
+            self._offer.taken.setdefault(column, set()).add(peer)
 
     def on_offer(self, column: int) -> Moments:
         """Those of a column on offer. They stay good after it."""
         return self._offer.columns[column]
 
-    def taken(self, column: int) -> int:
-        """How many have said so of a column on offer."""
-        return self._offer.taken[column]
+    def taken(self, column: int) -> Set[PeerId]:
+        """Who has said so of a column on offer."""
+        return self._offer.taken.get(column, set())
 
     def clear(self) -> None:
         """Nothing is offered any more."""
         if self._offer.columns:
-            self._offer = _Offer(frozenset(), {}, Counter())
+            self._offer = _Offer(frozenset(), {}, {})
             for folder in self._directory.iterdir():
                 shutil.rmtree(folder)
 

@@ -115,7 +115,7 @@ class HandOver:
         }
         while shelf is not None and time.monotonic() < until:
             here = {status.peer for status in self._connection.others() if _may_ask(status, newest)}
-            if all(len(peers & here) <= shelf.taken(column) for column, peers in heirs.items()):
+            if all(peers & here <= shelf.taken(column) for column, peers in heirs.items()):
                 return
             self._connection.gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)
 

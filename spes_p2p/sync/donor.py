@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.moments import MomentStore
-from spes_p2p.ids import NO_HASH, Hash, short
+from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.candidate_state import whole_state
@@ -35,8 +35,8 @@ class Serving:
     witness: Callable[[requests.WitnessRequest], Blob] | None = None
     """Signs what the chain has; None before a run has begun."""
 
-    def answer(self, request: requests.Request) -> Blob:
-        """The bytes asked for. Raises RemoteProtocolError where we do not have them."""
+    def answer(self, request: requests.Request, caller: PeerId) -> Blob:
+        """The bytes that `caller` asks for. Raises RemoteProtocolError where we do not have them."""
         match request:
             case requests.RunRequest():
                 return Blob(pack(self.info))
@@ -56,8 +56,8 @@ class Serving:
                     raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
                 return Blob(found[1], pack(found[0]))
             case requests.MomentsTaken():
-                if self.moments is not None:
-                    self.moments.note_taken(request.head, request.column)
+                if self.moments is not None and self.chain.names(caller):
+                    self.moments.note_taken(request.head, request.column, caller)
                 return Blob(b"")
             case requests.CatalogueRequest() | requests.SourcesRequest() | requests.PiecesRequest():
                 if self.data is None:

@@ -139,7 +139,7 @@ class Answers:
             if not (core.is_counted(asked.parent, entry) or core.has_counted(asked.parent, entry)):
                 raise RemoteProtocolError("this peer no longer has the requested work")
         reached(failpoints.SERVE + kind_of(asked), peer=core.me, round=core.tip.round + 1, caller=caller)
-        blob = await self._context.tasks.in_thread(lambda: self.serving.answer(asked))
+        blob = await self._context.tasks.in_thread(lambda: self.serving.answer(asked, caller))
         if self._is_behind(caller):
             self._history.retention.asked(caller, asked)
         return blob

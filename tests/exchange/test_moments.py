@@ -47,13 +47,15 @@ class Giver:
 
     def __init__(self, folder: Path) -> None:
         self.shelf = MomentStore(folder / "moments", MADE.layout)
-        self._serving = Serving(MADE.info, Chain(folder / "chain"), None, lambda *request: None, self.shelf)
+        chain = Chain(folder / "chain")
+        chain.append(MADE.chain(1)[0])
+        self._serving = Serving(MADE.info, chain, None, lambda *request: None, self.shelf)
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         return b""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        return self._serving.answer(unpack_request(request))
+        return self._serving.answer(unpack_request(request), caller)
 
 
 class Liar(Giver):
@@ -70,11 +72,11 @@ class Liar(Giver):
         )
 
 
-def ask(giver: Giver, head: Hash, column: int) -> Moments | None:
+def ask(giver: Giver, head: Hash, column: int, me: PeerId = A) -> Moments | None:
     async def main() -> Moments | None:
         network = MemoryNetwork(1)
         await network.peer(B).transport.serve(giver)
-        transfers = Transfers(network.peer(A).transport, MADE.layout, lambda: 5.0)
+        transfers = Transfers(network.peer(me).transport, MADE.layout, lambda: 5.0)
         moments = await transfers.moments(B, head, column)
         await transfers.moments_taken(B, head, column)
         return moments
@@ -88,7 +90,15 @@ def test_what_is_offered_arrives_as_it_was(tmp_path: Path) -> None:
     assert same(ask(giver, P, 1), moments(1))
     assert same(ask(giver, P, 2), moments(2, steps=3))
     assert ask(giver, P, 3) is None
-    assert [giver.shelf.taken(column) for column in range(4)] == [0, 1, 1, 1]
+    assert [giver.shelf.taken(column) for column in range(4)] == [set(), {A}, {A}, {A}]
+
+
+def test_that_they_are_taken_is_the_word_of_a_member(tmp_path: Path) -> None:
+    """Who leaves would not wait for its heirs, where a stranger has said so."""
+    giver = Giver(tmp_path)
+    giver.shelf.offer(P, [(1, moments(1))])
+    assert same(ask(giver, P, 1, B), moments(1))
+    assert not giver.shelf.taken(1)
 
 
 def test_other_columns_and_other_manifests_are_refused(tmp_path: Path) -> None:
@@ -136,7 +146,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path, first: int, cou
     giver = Giver(tmp_path)
     giver.shelf.offer(P, [(1, moments(1))])
     with pytest.raises(RemoteProtocolError):
-        giver._serving.answer(unpack_request(pack(PackedRequest("moments", pack((P, first, count))))))
+        giver._serving.answer(unpack_request(pack(PackedRequest("moments", pack((P, first, count))))), A)
 
 
 @pytest.mark.parametrize(

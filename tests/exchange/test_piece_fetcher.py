@@ -60,7 +60,7 @@ class Holder:
         asked = unpack_request(request)
         assert isinstance(asked, DataRequest)
         self.asked.append(asked)
-        return self._change(self.asked[-1], self._serving.answer(self.asked[-1]))
+        return self._change(self.asked[-1], self._serving.answer(self.asked[-1], caller))
 
     @property
     def numbers(self) -> list[int]:
@@ -400,4 +400,4 @@ def test_one_answer_is_bounded_whatever_is_asked(tmp_path: Path) -> None:
 def test_a_peer_without_data_says_so() -> None:
     serving = Serving(MadeRun().info, None, None, lambda *request: None)  # type: ignore[arg-type]
     with pytest.raises(RemoteProtocolError, match="this peer has no data of the run"):
-        serving.answer(CatalogueRequest(NO_HASH))
+        serving.answer(CatalogueRequest(NO_HASH), A)

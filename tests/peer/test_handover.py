@@ -255,7 +255,9 @@ def test_a_leaver_waits_for_heirs_that_may_still_ask(sides: dict[PeerId, Side], 
     def look(until: float, heed_stop: bool) -> None:
         looks.append(until)
         if len(looks) == 3:
-            bea.shelf.note_taken(manifest_hash(FIRST), 2)
+            bea.shelf.note_taken(manifest_hash(FIRST), 2, ANNA)
+        else:
+            bea.shelf.note_taken(manifest_hash(FIRST), 2, CARL)  # no heir
 
     bea.hand_over._connection.gate.wait = look  # type: ignore[method-assign, assignment]
     bea.statuses = [told]

@@ -99,7 +99,7 @@ class Ahead:
             self.given += len(asked.hashes)
             if self.given > self.give:
                 raise RemoteProtocolError("no more")
-        return self.serving.answer(asked)
+        return self.serving.answer(asked, caller)
 
 
 class HandedOut(Ahead):

@@ -41,6 +41,7 @@ from tests.sync.chains import MadeRun
 MADE = MadeRun()
 COMMITS = MADE.chain(4)
 PARENT = sha256(b"parent")
+ASKER = PeerId("stranger")
 WORK = pack(Contribution(PeerId("a"), 1, 1, 1))
 
 
@@ -58,7 +59,7 @@ class Served:
         return Blob(b"values") if (parent, first, count) == (PARENT, 3, 2) else None
 
     def data(self, request: Request) -> bytes:
-        return bytes(self.serving.answer(request).data)
+        return bytes(self.serving.answer(request, ASKER).data)
 
 
 def test_the_run(tmp_path: Path) -> None:
@@ -133,10 +134,10 @@ def test_hash_lists_of_committed_and_of_staged_states(tmp_path: Path) -> None:
 def test_a_node_without_a_state_gives_the_chain_alone(tmp_path: Path) -> None:
     chain = Served(tmp_path).chain
     serving = Serving(MADE.info, chain, None, lambda parent, first, count: None)
-    assert unpack(ChainPart, bytes(serving.answer(ChainRequest(0, 1)).data)).commits
+    assert unpack(ChainPart, bytes(serving.answer(ChainRequest(0, 1), ASKER).data)).commits
     for request in (HashesRequest(NO_HASH, 0), TilesRequest((NO_HASH,)), ValuesRequest(NO_HASH, 0, 1, WORK)):
         with pytest.raises(RemoteProtocolError):
-            serving.answer(request)
+            serving.answer(request, ASKER)
 
 
 def numbers() -> st.SearchStrategy[int]:

@@ -88,9 +88,9 @@ def answers_otherwise(liar: PretendPeer, alter: Callable[[Blob], Blob]) -> None:
     """In one round its values are `alter` of what they should be."""
     honest = liar.driver.answers.serving.answer
 
-    def answer(request: Request) -> Blob:
+    def answer(request: Request, caller: PeerId) -> Blob:
         spoils = isinstance(request, ValuesRequest) and liar.driver.core.tip.round == SPOILT - 1
-        return alter(honest(request)) if spoils else honest(request)
+        return alter(honest(request, caller)) if spoils else honest(request, caller)
 
     liar.driver.answers.serving.answer = answer  # type: ignore[method-assign]
 

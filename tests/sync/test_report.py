@@ -85,7 +85,7 @@ class Scene:
                 return b""
 
             async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-                return answer(unpack_request(request))
+                return answer(unpack_request(request), caller)
 
         await self.network.peer(by).transport.serve(Handler())
 

@@ -90,7 +90,7 @@ class Organiser:
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Run, headers, and tiles of the states that are here."""
         asked = unpack_request(request)
-        return await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        return await self._tasks.in_thread(lambda: self._serving.answer(asked, caller))
 
     # ---------------------------------------------------------------- genesis
 
