@@ -44,7 +44,9 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import Blob, MonotonicClock
 from spes_p2p.swarm.records import MAX_ADDRESSES, PeerRecord
 from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.chain_mending import opened_chain
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
@@ -58,6 +60,7 @@ from spes_p2p.sync.web_sources import SourceKeeper
 Say = Callable[[str], None]
 HERALD_SECONDS = 1.0
 LEAVE_SECONDS = 8.0
+READ_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,8 @@ class RunNode:
         """The chain, the archive at a URL, and the store of all states that are kept; each with what it lacked."""
         store = StateStore(self._folder / "state", self._run.layout)
         ends.callback(store.close)
-        chain, remote = Chain(self._folder / "chain"), self._remote_archive()
+        chain = await opened_chain(self._folder / "chain", self._run, self._node, self._others)
+        remote = self._remote_archive()
         if remote is not None:
             await remote.restore_chain(chain, self._renewals, has_state=store.latest() is not None)
         if store.latest() is None:
@@ -291,6 +295,14 @@ class RunNode:
         if remote is not None:
             await remote.restore_state(store, chain)
         return chain, remote, store
+
+    async def _others(self) -> list[PeerId]:
+        """Who else is in the run, before this node says of itself that it is there."""
+        with contextlib.suppress(NetworkError):
+            return [
+                peer for peer in await read_peers(self._network, self._info.run_id, READ_SECONDS) if peer != self._me
+            ]
+        return []
 
     async def _make_initial(self, store: StateStore, chain: Chain) -> None:
         options, config, layout = self._options, self._config, self._run.layout

@@ -36,7 +36,10 @@ MOST_LEFT = 256
 LEDGER = "ledger"
 LEDGER_ROUNDS = 64
 """The ledger is written once in so many rounds: a start counts those after it again."""
-_JOIN_AGAIN = "remove the run's folder and join again: everything but this peer's own moments is fetched"
+_JOIN_AGAIN = (
+    "start it again while others of the run are up, or copy the file from another node's folder; a peer may also "
+    "remove the run's folder and join again, but the organiser's node would begin the run a second time"
+)
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,12 @@ class CommitFiles:
             raise
 
     def end_switch(self) -> None:
-        """Carries out a switch that was decided, and forgets one that was not. Takes no room."""
+        """Carries out a switch that was decided, and forgets one that was not. Takes no room. Raises StateError."""
         if self._switch.exists():
-            last = int(self._switch.read_bytes())
+            try:
+                last = int(self._switch.read_bytes())
+            except (OSError, ValueError) as error:
+                raise StateError(f"{self._switch} is damaged: {error}", fix=_JOIN_AGAIN) from error
             for path in sorted(self._directory.glob("*.next")):
                 os.rename(path, path.with_suffix(".commit"))
             for path in sorted(self._directory.glob("*.commit"), reverse=True):

@@ -352,3 +352,11 @@ def test_who_only_looks_ends_no_switch_of_another(tmp_path: Path) -> None:
     (tmp_path / "00000002.next").write_bytes(b"a switch that the owner is about to make")
     assert Chain(tmp_path, mends=False).length == chain.length
     assert (tmp_path / "00000002.next").exists()
+
+
+def test_a_damaged_switch_is_named(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (tmp_path / "switch").write_bytes(b"\xb3")
+    with pytest.raises(StateError, match="switch is damaged") as caught:
+        Chain(tmp_path)
+    assert "join again" in caught.value.fix
