@@ -8,12 +8,12 @@ import errno
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.errors import StateError, StorageBroken
+from spes_p2p.errors import PeerSilent, StateError, StorageBroken
 from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import PeerId
 from spes_p2p.peer import bootstrap
@@ -108,6 +108,10 @@ def chain_of(folder: Path, commits: list[Commit]) -> Chain:
     return chain
 
 
+async def nobody_answers(*asked: object) -> NoReturn:
+    raise PeerSilent("nobody answers")
+
+
 class Holder:
     """A peer with the whole history."""
 
@@ -136,6 +140,8 @@ def test_a_damaged_certificate_is_taken_from_a_peer_that_is_up(tmp_path: Path, i
             record = PeerRecord(made.info.run_id, A, (), "0.1.0", 0, 0, 0, 0.0, (), "peer", False, 0)
             await network.peer(A).directory.publish(peers_key(made.info.run_id), pack(record), 3600.0)
             await network.peer(A).transport.serve(Holder(Serving(made.info, chain, None, lambda *request: None)))
+        else:
+            network.peer(ORGANISER).directory.read = nobody_answers
         options = BootstrapOptions(NetworkOptions(), folder)
         node = RunNode(options, _Found(made.config, None), made.info, network.peer(ORGANISER), print)
         async with contextlib.AsyncExitStack() as ends:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import pytest
 
 from spes_p2p.config.schema import Config
@@ -25,15 +26,18 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.transfers import FewStreams
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
 from spes_p2p.sync.catch_up import CatchUp, Fetched
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.organising.seat import drop_damaged
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.sync.starting import zeros
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from spes_p2p.wire import pack
+from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until
 
 T = TypeVar("T")
@@ -253,6 +257,29 @@ def test_an_archive_that_begins_with_another_first_state_gets_the_newest(
         assert mirror.seat.kept.round >= 2
 
     with_archive(folder, play)
+
+
+def test_of_what_an_archive_has_at_its_start_what_is_whole_and_committed_stays(tmp_path: Path) -> None:
+    """And the first, whatever it is: there must be one."""
+    made, said = MadeRun(), list[str]()
+    store, chain = StateStore(tmp_path / "state", made.layout), Chain(tmp_path / "chain")
+
+    def made_state(round: int) -> Hash:
+        return store.create_initial(lambda tile: np.full(tile.size, round, np.float32), round).root
+
+    made_state(0)
+    chain.append(made.genesis(sha256(b"another first state")))
+    for round in range(1, 4):
+        root = made_state(round)
+        root = sha256(b"of another history") if round == 3 else root
+        before = chain.commit(round - 1).manifest
+        chain.append(made.certified(made.child(before, root, sha256(b"wire"))))
+    block = store.version(2).block_path(0)
+    block.write_bytes(b"damaged" + block.read_bytes()[7:])
+    drop_damaged(store, chain, said.append)
+    assert store.rounds() == (0, 1)
+    assert [text for text in said if "block-00000" in text] == said[:1]
+    store.close()
 
 
 def test_a_lost_round_is_waited_for_and_its_tokens_are_told(folder: Path) -> None:

@@ -214,10 +214,12 @@ def test_a_damaged_commit_is_known_by_its_child_and_told_once(tmp_path: Path, ro
 def test_a_damaged_commit_that_can_be_read_all_the_same_is_found(tmp_path: Path) -> None:
     """One wrong bit seldom spoils the form. What such a commit counts would make every later round look wrong."""
     chain, commit = filled(tmp_path), COMMITS[2]
-    (tmp_path / "00000002.commit").write_bytes(pack(replace(commit, manifest=replace(commit.manifest, tokens=7))))
-    for read in (lambda: chain.commit(2), lambda: Chain(tmp_path)):
-        with pytest.raises(StateError, match=r"00000002\.commit is damaged: .* not the one that its certificate names"):
-            read()
+    certificate = replace(commit.certificate, parent=sha256(b"another"))
+    for wrong in (with_tokens(commit, 7), replace(commit, certificate=certificate)):
+        (tmp_path / "00000002.commit").write_bytes(pack(wrong))
+        for read in (lambda: chain.commit(2), lambda: Chain(tmp_path)):
+            with pytest.raises(StateError, match=r"00000002\.commit is damaged: .* not the one that its certificate"):
+                read()
 
 
 def test_two_damaged_commits_in_a_row(tmp_path: Path) -> None:
