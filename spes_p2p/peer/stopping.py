@@ -91,7 +91,8 @@ def interrupted_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _heeded()}
+    numbers = {*_heeded()} - {signal.SIGINT}  # it does so already, but for who is in the background of a script
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:

@@ -165,6 +165,15 @@ def test_a_block_that_cleans_up_does_so_after_each_signal(number: signal.Signals
     assert signal.getsignal(number) is before
 
 
+def test_who_is_in_the_background_goes_on_when_others_are_interrupted() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupted_by_signals():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_other_threads_leave_signals_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []
