@@ -27,6 +27,7 @@ from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
+from spes_p2p.peer.entrance import check_dialable
 from spes_p2p.peer.folder import claim_folder, kept_run, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
 from spes_p2p.peer.mirror import Mirror
@@ -214,16 +215,6 @@ async def _open(options: BootstrapOptions) -> HivemindNetwork:
     return await open_network(replace(options.network, initial_peers=()), identity)
 
 
-def check_dialable(network: HivemindNetwork) -> None:
-    """Raises NetworkError where others have tried to dial this node and could not: nobody would come."""
-    if network.client_mode:
-        raise NetworkError(
-            "nobody can dial this machine (NAT or a firewall), so nobody could join through it",
-            fix="forward a TCP port to it, listen there with --port PORT, and name the address "
-            "that others see with --announce-maddrs /ip4/ADDRESS/tcp/PORT",
-        )
-
-
 class RunNode:
     """A bootstrap node in a run: what it opens, what goes on there, and (for its Announcer) what it says of itself."""
 
@@ -283,7 +274,8 @@ class RunNode:
         """The chain, the archive at a URL, and the store of all states that are kept; each with what it lacked."""
         store = StateStore(self._folder / "state", self._run.layout)
         ends.callback(store.close)
-        chain = await opened_chain(self._folder / "chain", self._run, self._node, self._others)
+        others = partial(read_peers, self._network, self._info.run_id, READ_SECONDS)
+        chain = await opened_chain(self._folder / "chain", self._run, self._node, others)
         remote = self._remote_archive()
         if remote is not None:
             await remote.restore_chain(chain, self._renewals, has_state=store.latest() is not None)
@@ -295,14 +287,6 @@ class RunNode:
         if remote is not None:
             await remote.restore_state(store, chain)
         return chain, remote, store
-
-    async def _others(self) -> list[PeerId]:
-        """Who else is in the run, before this node says of itself that it is there."""
-        with contextlib.suppress(NetworkError):
-            return [
-                peer for peer in await read_peers(self._network, self._info.run_id, READ_SECONDS) if peer != self._me
-            ]
-        return []
 
     async def _make_initial(self, store: StateStore, chain: Chain) -> None:
         options, config, layout = self._options, self._config, self._run.layout

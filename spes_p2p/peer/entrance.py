@@ -66,6 +66,16 @@ def _by_router(address: str) -> str:
     return "" if any(part in own for part in address.split("/")) else ": its router has opened the port, or forwards it"
 
 
+def check_dialable(network: HivemindNetwork) -> None:
+    """Raises NetworkError where others have tried to dial this node and could not: nobody would come."""
+    if network.client_mode:
+        raise NetworkError(
+            "nobody can dial this machine (NAT or a firewall), so nobody could join through it",
+            fix="forward a TCP port to it, listen there with --port PORT, and name the address "
+            "that others see with --announce-maddrs /ip4/ADDRESS/tcp/PORT",
+        )
+
+
 async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNetwork, tuple[str, ...]]:
     """By the addresses that were given, and those that this peer knew in an earlier life; these addresses too.
 

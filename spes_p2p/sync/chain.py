@@ -72,12 +72,12 @@ class CommitFiles:
 
     def read(self, round: int) -> bytes:
         """Raises StateError."""
-        with self._reading(round) as path:
+        with _reading(self._path(round)) as path:
             return path.read_bytes()
 
     def parsed(self, round: int) -> Commit:
         """Raises StateError where the file is damaged, also where it can be read all the same: its hash says so."""
-        with self._reading(round) as path:
+        with _reading(self._path(round)) as path:
             commit = unpack(Commit, path.read_bytes())
             manifest, certificate = commit.manifest, commit.certificate
             if (manifest.parent, manifest_hash(manifest)) != (certificate.parent, certificate.manifest):
@@ -86,24 +86,13 @@ class CommitFiles:
 
     def certificate(self, round: int) -> Certificate:
         """Without a look at the manifest, which may be large. Raises StateError as `parsed` does."""
-        with self._reading(round) as path:
+        with _reading(self._path(round)) as path:
             return unpack_first(Certificate, path.read_bytes())
 
     def size(self, round: int) -> int:
         """Bytes of a packed commit. Raises StateError."""
-        with self._reading(round) as path:
+        with _reading(self._path(round)) as path:
             return path.stat().st_size
-
-    @contextmanager
-    def _reading(self, round: int) -> Iterator[Path]:
-        """The file of a commit. Raises StateError where it cannot be read, or proves to be damaged."""
-        path = self._path(round)
-        try:
-            yield path
-        except OSError as error:
-            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
-        except RemoteProtocolError as error:
-            raise StateError(f"{path} is damaged: {error}", fix=_JOIN_AGAIN) from error
 
     def written_at(self, round: int) -> float:
         """Unix seconds."""
@@ -143,10 +132,8 @@ class CommitFiles:
     def end_switch(self) -> None:
         """Carries out a switch that was decided, and forgets one that was not. Takes no room. Raises StateError."""
         if self._switch.exists():
-            try:
-                last = int(self._switch.read_bytes())
-            except (OSError, ValueError) as error:
-                raise StateError(f"{self._switch} is damaged: {error}", fix=_JOIN_AGAIN) from error
+            with _reading(self._switch) as path:
+                last = int(path.read_bytes())
             for path in sorted(self._directory.glob("*.next")):
                 os.rename(path, path.with_suffix(".commit"))
             for path in sorted(self._directory.glob("*.commit"), reverse=True):
@@ -165,12 +152,22 @@ class CommitFiles:
         return self._directory / f"{round:08d}.commit"
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    """Raises StateError where the file cannot be read, or proves to be damaged."""
+    try:
+        yield path
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
+    except (RemoteProtocolError, ValueError) as error:
+        raise StateError(f"{path} is damaged: {error}", fix=_JOIN_AGAIN) from error
+
+
 class Chain:
     """The commits of a run from genesis on, in `directory`. What is appended was checked before.
 
     Threads write one after the other: a commit may be heard of while it is fetched, too. Readers see the chain before
-    or after, never between. The ledger up to the last of them is in memory, and now and then on disk; it follows from
-    the commits.
+    or after, never between. The ledger up to the last of them is in memory, at times on disk, and follows from them.
     """
 
     def __init__(self, directory: Path, mends: bool = True) -> None:
@@ -442,9 +439,7 @@ class VoteBook:
     def _read(self) -> VoteRecord | None:
         try:
             return unpack(VoteRecord, self._votes_path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except RemoteProtocolError:  # unreadable is as good as lost: never vote on a guess
+        except (FileNotFoundError, RemoteProtocolError):  # unreadable is as good as lost: never vote on a guess
             return None
 
     def _read_incarnation(self) -> int | None:

@@ -54,7 +54,11 @@ async def _given(files: CommitFiles, first: int, run: Run, node: Node, sources: 
     after = _readable(files, first + count)
     known = {run.info.organiser, *(member.peer for member in before.manifest.members)}
     found = list[Commit]()
-    for holder in sorted(await sources(), key=lambda peer: peer not in known):
+    try:
+        holders = [peer for peer in await sources() if peer != node.me]
+    except NetworkError:
+        return found
+    for holder in sorted(holders, key=lambda peer: peer not in known):
         if found and holder not in known:  # strangers may be many, and never done
             break
         transfers, part = run.transfers(node.transport), list[Commit]()

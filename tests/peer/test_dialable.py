@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from spes_p2p.errors import NetworkError
-from spes_p2p.peer.bootstrap import check_dialable
+from spes_p2p.peer.entrance import check_dialable
 
 
 def test_a_node_that_others_could_not_dial_is_refused_with_the_fix() -> None:

@@ -56,7 +56,9 @@ def opened(
 
     monkeypatch.setattr(chain_mending, "commits_from", commits_from)
     run: Any = SimpleNamespace(info=RUN.info, rules=RUN.rules, transfers=lambda transport: None)
-    node: Any = SimpleNamespace(transport=None, checker=SimpleNamespace(check=RUN.keys.verify), say=lambda text: None)
+    node: Any = SimpleNamespace(
+        me="me", transport=None, checker=SimpleNamespace(check=RUN.keys.verify), say=lambda text: None
+    )
     return asyncio.run(opened_chain(folder, run, node, sources)), asked
 
 
