@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
+from spes_p2p.peer.evaluation import EvalOptions, run_eval
+from spes_p2p.peer.export import ExportOptions
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import NOBODY, refused
 from tests.interop.test_importing import qwen3 as moe
@@ -87,3 +91,23 @@ def test_what_is_wrong_with_an_evaluation_is_told_before_a_model_is_fetched(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for model in (("somebody/a-model",), ("--checkpoint", str(tmp_path)), ("--initial-peers", NOBODY)):
         refused(spes_p2p("eval", *model), "lm-eval cannot be imported", "scripts/venv.sh eval")
+
+
+def test_an_evaluation_that_is_ended_leaves_no_model_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_heeded(number: int, frame: object) -> None:
+        raise AssertionError("the process would end at once")
+
+    def export(source: ExportOptions, *told: object) -> None:
+        source.output.mkdir()
+        (source.output / "model.safetensors").write_bytes(b"large")
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("spes_p2p.peer.evaluation.run_export", export)
+    before = signal.signal(signal.SIGTERM, not_heeded)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_eval(EvalOptions(None, ExportOptions(Path())), lambda text: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(tmp_path.iterdir()) == []

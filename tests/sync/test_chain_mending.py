@@ -110,3 +110,12 @@ def test_strangers_are_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     damaged(tmp_path, [2])
     _, asked = opened(tmp_path, monkeypatch, {B: COMMITS, A: (), ORGANISER: ()})
     assert asked == [A, ORGANISER, B]
+
+
+def test_what_the_directory_still_says_of_this_node_is_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged(tmp_path, (2,))
+    chain, asked = opened(tmp_path, monkeypatch, {PeerId("me"): COMMITS, A: COMMITS})
+    assert chain.commit(2) == COMMITS[2]
+    assert asked == [A]
