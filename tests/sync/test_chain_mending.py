@@ -116,6 +116,7 @@ def test_what_the_directory_still_says_of_this_node_is_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged(tmp_path, (2,))
-    chain, asked = opened(tmp_path, monkeypatch, {PeerId("me"): COMMITS, A: COMMITS})
+    stranger = PeerId("stranger")
+    chain, asked = opened(tmp_path, monkeypatch, {PeerId("me"): COMMITS, stranger: COMMITS})
     assert chain.commit(2) == COMMITS[2]
-    assert asked == [A]
+    assert asked == [stranger]
