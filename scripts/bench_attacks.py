@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 
 from spes_p2p.config.load import load_config
@@ -37,7 +39,7 @@ from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.peer.options import config_path
-from spes_p2p.testing.attackers.trial import ATTACKS, Cast, Trial, run_trial
+from tests.simulation.attackers.trial import ATTACKS, Cast, Trial, run_trial
 
 SMALL = (
     "model.d_model=64", "model.num_layers=1", "model.num_heads=2", "model.num_experts=4", "model.expert_ffn=64",

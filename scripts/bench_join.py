@@ -32,8 +32,8 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.peer.kept_invite import kept_invite
+from spes_p2p.quickstart.processes import LocalSwarm, Process
 from spes_p2p.swarm.invite import decode, encode
-from spes_p2p.testing.processes import LocalSwarm, Process
 from spes_p2p.wire import unpack
 from tests.fork_server import ForkedSwarm
 

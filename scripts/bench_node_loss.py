@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.observe.events import Round, Step
-from spes_p2p.testing.processes import Process
+from spes_p2p.quickstart.processes import Process
 from tests.fork_server import ForkedSwarm
 
 NAMES = ("one", "two", "three")

@@ -1,6 +1,6 @@
 """What one slow peer costs the others: tokens a second of a swarm with it, without it, and with it at full speed.
 
-Real drivers, stores and messages on the in-memory network and the virtual clock (`testing/memory_swarm.py`), so the
+Real drivers, stores and messages on the in-memory network and the virtual clock (`tests/simulation/`), so the
 protocol's waiting is measured exactly and repeatably, and computing, disks and real links are not. Training is
 pretended: an inner step takes `--step-seconds`, and is not broken off when the round closes.
 
@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendWork
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.memory_swarm import MemorySwarm, PretendWork
+from tests.simulation.virtual_time import run_virtual
 
 SMALL = (
     "model.d_model=8",

@@ -16,12 +16,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
@@ -33,10 +36,10 @@ from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.options import config_path
-from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.pretend_peer import PretendWork
-from spes_p2p.testing.training_swarm import TrainerOf, held_out_loss
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.memory_swarm import MemorySwarm
+from tests.simulation.pretend_peer import PretendWork
+from tests.simulation.training_swarm import TrainerOf, held_out_loss
+from tests.simulation.virtual_time import run_virtual
 
 REFERENCE = "fp32"
 ROWS = (

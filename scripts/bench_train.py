@@ -38,7 +38,7 @@ from spes_p2p.planning.gpus import GPUS
 from spes_p2p.planning.memory import Workload, predict
 from spes_p2p.planning.sizes import flops_per_token
 from spes_p2p.planning.units import GIB
-from tests.testing.training_bench import clean_up, measure, profiled, random_batch, random_trainer
+from tests.simulation.training_bench import clean_up, measure, profiled, random_batch, random_trainer
 
 CPU_SHAPE = (
     "model.num_layers=2",

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 
 MIB = 2**20
@@ -306,8 +310,8 @@ def _our_rounds(peers: int, size: int, times: int) -> list[_Cost]:
     """Each round that counted everybody, without the first two, from the last READY to the last commit on disk."""
     from spes_p2p.observe.events import Round
     from spes_p2p.observe.sinks import EventReader
-    from spes_p2p.testing.processes import LocalSwarm
-    from spes_p2p.testing.quickstart import CONFIG, QuickstartOptions, prepare
+    from spes_p2p.quickstart.first_run import CONFIG, QuickstartOptions, prepare
+    from spes_p2p.quickstart.processes import LocalSwarm
 
     others = 4 * WIDTH * WIDTH + (8 + 3) * WIDTH  # attention, router, norms
     rows = (size // 4 - others) // 2 // WIDTH  # embedding and head

@@ -31,9 +31,10 @@ from spes_p2p.failpoints import INNER_STEP
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Spread, round_traffic
-from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.processes import LocalSwarm, Process
-from spes_p2p.testing.quickstart import CONFIG, QuickstartOptions, prepare
+from spes_p2p.quickstart.first_run import CONFIG, QuickstartOptions, prepare
+from spes_p2p.quickstart.processes import Process
+from tests.simulation.faults import SLOW, Fault
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.namespaces import Lab, may_limit_links
 
 PORT = 4001
@@ -102,7 +103,7 @@ def _run(codec: str, arguments: argparse.Namespace) -> list[Measured]:
         names = [name for name in hosts if name != "bootstrap"]
         for name in names:
             lab.limit(name, int(1000 * arguments.up), int(1000 * arguments.down))
-        swarm = stack.enter_context(LocalSwarm(folder, hosts=hosts))
+        swarm = stack.enter_context(FaultySwarm(folder, hosts=hosts))
         swarm.bootstrap(CONFIG, data, [*agreed, "--host-maddrs", f"/ip4/11.0.0.10/tcp/{PORT}"])
         for name in names:
             listen = ["--host-maddrs", f"/ip4/{hosts[name].address}/tcp/{PORT}"] if "public" in name else []

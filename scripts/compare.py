@@ -4,7 +4,7 @@
     python scripts/compare.py --benchmark small-cpu --arms spes diloco --seeds 0 1 2 --json mine.json
     python scripts/compare.py --config small --data shards --device cuda --steps 700 optimizer.lr=0.001
 
-An arm is a line of `ARMS` in spes_p2p/testing/comparison/arms.py: what it changes of the config; every arm starts from
+An arm is a line of `ARMS` in scripts/comparison/arms.py: what it changes of the config; every arm starts from
 the same values, and a step has the tokens of all peers together. The sync is that of real peers, on the in-memory
 network. Arms run side by side on the cores, one core each; the same seed gives the same order of the data to each, so
 losses are compared in pairs, with those of --against. With --json every arm and seed is written there when it has
@@ -29,16 +29,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache, partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts.comparison.arms import ARMS, BENCHMARKS, REFERENCE, Benchmark, Setting, check_arms
+from scripts.comparison.outcomes import Job, Outcome, Results
+from scripts.comparison.page import Comparison, in_a_line, page, plot, with_what_is_kept
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.locks import Scratch
 from spes_p2p.parent import end_with
 from spes_p2p.peer.devices import choose_device
-from spes_p2p.testing.comparison.arms import ARMS, BENCHMARKS, REFERENCE, Benchmark, Setting, check_arms
-from spes_p2p.testing.comparison.outcomes import Job, Outcome, Results
-from spes_p2p.testing.comparison.page import Comparison, in_a_line, page, plot, with_what_is_kept
-from spes_p2p.testing.training_swarm import Point
+from tests.simulation.training_swarm import Point
 
 CORPUS_BYTES = 8 * 2**20
 REPEAT_SECONDS = 1.0

@@ -41,7 +41,7 @@ AREAS = {
     "swarm": "Network", "sync": "The run",
     "state": "State on disk", "checkpoint": "Checkpoints", "interop": "Models", "peer": "A peer or a bootstrap node",
     "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",
-    "observe": "Metrics", "dashboard": "Dashboard", "testing": "Quickstart and tests", "codecs": "The run",
+    "observe": "Metrics", "dashboard": "Dashboard", "quickstart": "Quickstart", "codecs": "The run",
     "wire": "The run", "ids": "The run", "errors": "The run", "limits": "The run", "files": "State on disk",
     "locks": "State on disk", "bounds": "The run", "parent": "The run",
     "failpoints": "Quickstart and tests", "__init__": "Commands",

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from spes_p2p.testing.processes import Host  # noqa: E402
+from spes_p2p.quickstart.processes import Host  # noqa: E402
 from tests.swarm.namespaces import Lab, may_make_namespaces  # noqa: E402
 
 PROGRAM = "spes-p2p/scripts/spes-p2p.sh"

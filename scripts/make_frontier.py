@@ -21,9 +21,9 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a clone that is not installed
 
+from scripts.comparison.arms import BENCHMARKS, Setting  # noqa: E402
+from scripts.comparison.page import half_interval, with_interval  # noqa: E402
 from spes_p2p.config.schema import Config  # noqa: E402
-from spes_p2p.testing.comparison.arms import BENCHMARKS, Setting  # noqa: E402
-from spes_p2p.testing.comparison.page import half_interval, with_interval  # noqa: E402
 
 OUTCOMES = ROOT / "docs" / "benchmark.json"
 PAGE = ROOT / "docs" / "results.md"

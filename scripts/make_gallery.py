@@ -29,7 +29,7 @@ from spes_p2p.dashboard.replay import replay  # noqa: E402
 from spes_p2p.data.corpus import build_stdlib_corpus  # noqa: E402
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize  # noqa: E402
 from spes_p2p.peer.kept_invite import kept_invite  # noqa: E402
-from spes_p2p.testing.processes import LocalSwarm  # noqa: E402
+from spes_p2p.quickstart.processes import LocalSwarm  # noqa: E402
 from tests.dashboard.conftest import served  # noqa: E402
 
 FOLDER = ROOT / "docs" / "gallery"

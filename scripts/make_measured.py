@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a clone that is not installed
 
+from scripts.comparison.page import half_interval  # noqa: E402
 from spes_p2p.planning.measured import Effect  # noqa: E402
-from spes_p2p.testing.comparison.page import half_interval  # noqa: E402
 
 OUTCOMES = ROOT / "docs" / "savings.json"
 MEASURED = ROOT / "spes_p2p" / "planning" / "measured.json"

@@ -13,6 +13,7 @@ data, same order, same seeds.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,18 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
 from compare import make_data
 
+from scripts.comparison.arms import BENCHMARKS
+from scripts.comparison.outcomes import Job
 from spes_p2p.ids import Hash
 from spes_p2p.state.basis import Basis, first_basis, matrices, next_basis
 from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.sync import guests, tensor_work
-from spes_p2p.testing.comparison.arms import BENCHMARKS
-from spes_p2p.testing.comparison.outcomes import Job
 from spes_p2p.train.guests import GuestWork
 
 VARIANTS = "last", "mean", "random", "kept", "lower", "upper"

@@ -12,22 +12,25 @@ seeds.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
 from compare import make_data
 
+from scripts.comparison.arms import BENCHMARKS
+from scripts.comparison.outcomes import Job
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.state.layout import BlockSource, Layout
 from spes_p2p.sync.merge import cosines, layer_spans
-from spes_p2p.testing.comparison.arms import BENCHMARKS
-from spes_p2p.testing.comparison.outcomes import Job
-from spes_p2p.testing.training_swarm import TrainingPeer
+from tests.simulation.training_swarm import TrainingPeer
 
 SHOWN = 6
 """Points of a curve."""

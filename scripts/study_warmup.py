@@ -10,6 +10,7 @@ forgotten and the data begins anew, for all alike. The same seed gives the same 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,16 +18,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 from compare import make_data
 
+from scripts.comparison.arms import BENCHMARKS
+from scripts.comparison.outcomes import Job
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.state.layout import Tile, Values
 from spes_p2p.sync import joining
-from spes_p2p.testing import memory_swarm
-from spes_p2p.testing.comparison.arms import BENCHMARKS
-from spes_p2p.testing.comparison.outcomes import Job
-from spes_p2p.testing.training_swarm import TrainingPeer
+from tests.simulation import memory_swarm
+from tests.simulation.training_swarm import TrainingPeer
 
 WARM_UP = 0.2
 """Share of the steps in which the rate rises, and in which it falls."""

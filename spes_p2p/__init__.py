@@ -7,7 +7,7 @@ the result, and go on from the same bits. The program is `spes-p2p` (`cli`). Fro
     config.load.load_config           a run, from YAML and dotted overrides
     peer.run.run_peer                 one peer of a run, from its options to its end
     peer.bootstrap.run_bootstrap      the organiser's node
-    testing.processes.LocalSwarm      a swarm of real processes on this machine
+    quickstart.processes.LocalSwarm   a swarm of real processes on this machine
     state.store.StateStore            the committed state on disk; read_only=True beside a running peer
 
 Layers, and what belongs where: docs/architecture.md. Nothing heavy is imported here.

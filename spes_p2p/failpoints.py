@@ -1,6 +1,6 @@
 """Named steps that a peer passes, for whoever wants to break it exactly there.
 
-`reached` costs one comparison unless somebody listens, and nobody listens in a product run: `testing/faults.py` does.
+`reached` costs one comparison unless somebody listens, and nobody listens in a product run: only tests do.
 The rules of `consensus/table.py` are steps too, by their names: they are reached when the rule has fired and nothing
 that follows from it has been carried out. Facts say where: `peer`, `round` (the one being made), and what each call
 adds.

@@ -39,7 +39,7 @@ LONGEST = (
     "tests/consensus/test_explorer.py",
     "tests/swarm/test_kill_anywhere.py",
     "tests/swarm/test_life_of_a_swarm.py",
-    "tests/testing/test_exhaustive.py",
+    "tests/simulation/test_exhaustive.py",
     "tests/cli/test_processes.py",
     "tests/swarm/",
     "tests/cli/test_join.py",
@@ -47,7 +47,7 @@ LONGEST = (
     "tests/train/test_zero",
     "tests/sync/test_kill_in_memory.py",
     "tests/sync/",
-    "tests/testing/",
+    "tests/simulation/",
     "tests/experts/test_compiled_kernels.py",
 )
 """What takes minutes begins first, so that no worker is left alone with it at the end."""

@@ -33,7 +33,8 @@ from typing import Any
 
 from spes_p2p.errors import SpesError
 from spes_p2p.parent import end_with, ending_with_us
-from spes_p2p.testing.processes import LOOPBACK, Host, LocalSwarm, Running, children
+from spes_p2p.quickstart.processes import LOOPBACK, Host, Running, children
+from tests.simulation.faulty_swarm import FaultySwarm
 
 _PRELOADED = ("numpy.random", "spes_p2p.cli.join", "spes_p2p.peer.run", "spes_p2p.peer.bootstrap")
 START_SECONDS = 90.0
@@ -146,7 +147,7 @@ class Child:
         return code
 
 
-class ForkedSwarm(LocalSwarm):
+class ForkedSwarm(FaultySwarm):
     """A swarm whose processes are forked from one that has imported the program, one for all swarms of this process."""
 
     def launch(

@@ -13,7 +13,7 @@ from spes_p2p.observe.text import line
 
 if TYPE_CHECKING:
     from spes_p2p.observe.events import Event
-    from spes_p2p.testing.quickstart import Result
+    from spes_p2p.quickstart.first_run import Result
 
 
 def quickstart(
@@ -34,7 +34,7 @@ def quickstart(
     """
     import sys
 
-    from spes_p2p.testing.quickstart import QuickstartOptions, run
+    from spes_p2p.quickstart.first_run import QuickstartOptions, run
 
     folder = output or _new_folder()
     options = QuickstartOptions(folder, peers, rounds, data, dump_rounds, tuple(overrides or ()))

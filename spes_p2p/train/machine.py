@@ -1,7 +1,7 @@
 """What a peer's training loop decides: what to train on, when to hand in, what a commit counted, and what is carried.
 
 A pure state machine: events in, actions out, no tensor, thread or clock. The loop of a real peer (`peer/training.py`)
-and that of a peer in memory (`testing/pretend_peer.py`) both run it, and only carry out what it says. It leaves out
+and that of a peer in memory (`tests/simulation/`) both run it, and only carry out what it says. It leaves out
 why training pauses, when a model is evaluated, and how optimizer moments travel.
 
 A round of it: TRAINING until the steps are made or the round closes, HANDED_IN until the commit comes, or AHEAD where

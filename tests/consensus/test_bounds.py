@@ -56,9 +56,9 @@ from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
-from spes_p2p.testing.sim_state import FakeSealer, initial_state, root_of, run_rules
-from spes_p2p.testing.small_world import SmallWorld
 from spes_p2p.wire import pack, unpack
+from tests.simulation.sim_state import FakeSealer, initial_state, root_of, run_rules
+from tests.simulation.small_world import SmallWorld
 
 LIAR = PeerId("p2")
 

@@ -16,13 +16,13 @@ from spes_p2p.consensus.fragments import Vocabulary
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.table import RULE_NAMES
 from spes_p2p.ids import PeerId
-from spes_p2p.testing import sim
-from spes_p2p.testing.attackers.leaders import machine_with
-from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
-from spes_p2p.testing.judge import Violation
-from spes_p2p.testing.schedules import KINDS
-from spes_p2p.testing.sim_state import run_rules
 from tests.consensus import planted
+from tests.simulation import sim
+from tests.simulation.attackers.leaders import machine_with
+from tests.simulation.explorer import explore, explore_in_parallel, report, run_schedule
+from tests.simulation.judge import Violation
+from tests.simulation.schedules import KINDS
+from tests.simulation.sim_state import run_rules
 
 
 @pytest.mark.timeout(3600)

@@ -9,8 +9,8 @@ import pytest
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.ids import sha256
-from spes_p2p.testing.sim_state import FakeSealer
 from tests.consensus.test_bounds import parts_of, walk_until
+from tests.simulation.sim_state import FakeSealer
 
 
 def follows(core: Consensus) -> bool:

@@ -14,9 +14,9 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.ids import PeerId
-from spes_p2p.testing import sim_process
-from spes_p2p.testing.sim import Weather, World
-from spes_p2p.testing.sim_peer import SimPeer
+from tests.simulation import sim_process
+from tests.simulation.sim import Weather, World
+from tests.simulation.sim_peer import SimPeer
 
 DAY_SECONDS = 86_400.0
 LONG_ROUND_SCALE = 90.0

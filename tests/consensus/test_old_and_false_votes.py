@@ -50,7 +50,7 @@ from spes_p2p.consensus.vote_events import Heard
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.testing.sim_state import FakeSealer, initial_state, root_of, run_rules
+from tests.simulation.sim_state import FakeSealer, initial_state, root_of, run_rules
 
 
 class Elector:

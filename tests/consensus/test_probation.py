@@ -45,7 +45,7 @@ from spes_p2p.data.leases import Leases
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.testing.sim_state import FakeSealer, run_rules
+from tests.simulation.sim_state import FakeSealer, run_rules
 
 RULES = replace(run_rules(4), clips=True, audited_share=0.08, audited_work=0.03)
 SEQUENCES_EACH = 6400

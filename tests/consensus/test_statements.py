@@ -38,8 +38,8 @@ from spes_p2p.consensus.statements import check_content, content_of, members_aft
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.testing.sim_state import FakeSealer, run_rules
 from tests.consensus.test_bounds import LIAR, walk_until
+from tests.simulation.sim_state import FakeSealer, run_rules
 
 Change = Callable[[Consensus, Content], Content]
 

@@ -30,7 +30,6 @@ from spes_p2p.consensus.vote_events import (
 )
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.testing.sim_state import FakeSealer
 from tests.consensus.planted_votes import CountsOnlyThisBallot
 from tests.consensus.vote_search import (
     FINGERPRINT,
@@ -40,6 +39,7 @@ from tests.consensus.vote_search import (
     prevote_of,
     proposal_of,
 )
+from tests.simulation.sim_state import FakeSealer
 
 A, B, C, D = NAMES[:4]
 V, W = sha256(b"v"), sha256(b"w")

@@ -12,10 +12,10 @@ import pytest
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_record import VoteRecord
-from spes_p2p.testing.judge import Violation
 from tests.consensus import planted_votes as planted
 from tests.consensus.vote_gossip import GossipSearch, Walk
 from tests.consensus.vote_search import Found, VoteSearch
+from tests.simulation.judge import Violation
 
 CRASH, BYZANTINE = Faults.CRASH, Faults.BYZANTINE
 Record = Callable[[str, object], None]

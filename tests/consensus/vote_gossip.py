@@ -39,9 +39,9 @@ from spes_p2p.consensus.vote_events import (
 )
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.testing.judge import Violation
-from spes_p2p.testing.sim_state import FakeSealer
 from tests.consensus.vote_search import FINGERPRINT, NAMES, PARENT, precommit_of, prevote_of, proposal_of, value_of
+from tests.simulation.judge import Violation
+from tests.simulation.sim_state import FakeSealer
 
 
 class Elector:

@@ -37,8 +37,8 @@ from spes_p2p.consensus.vote_events import (
 )
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.testing.judge import Violation
-from spes_p2p.testing.sim_state import FakeSealer
+from tests.simulation.judge import Violation
+from tests.simulation.sim_state import FakeSealer
 
 FINGERPRINT = sha256(b"a run")
 PARENT = sha256(b"a parent")

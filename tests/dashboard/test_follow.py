@@ -19,9 +19,9 @@ from spes_p2p.errors import ClockSkewed, ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import LEAVING, LEFT, PeerWarning, Vitals
 from spes_p2p.sync.histories import Fork, Side
-from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
 from tests.dashboard.test_history import filled
+from tests.simulation.virtual_time import run_virtual
 
 
 def messages(history: History) -> list[str]:

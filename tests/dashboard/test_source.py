@@ -16,7 +16,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.records import RUNS_KEY, RunRecord, heads_key
 from spes_p2p.sync.announce import head_record
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import ORGANISER, A, with_tokens
 from tests.sync.test_report import NOW, Scene
 

@@ -18,8 +18,8 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.virtual_time import run_virtual
 from tests.state.small import file_size_limit
 from tests.sync.chains import A, B, MadeRun
 

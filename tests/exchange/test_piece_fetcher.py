@@ -31,9 +31,9 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.donor import Serving
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack, unpack
 from tests.data.piece_makers import make_pieces
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import MadeRun
 
 T = TypeVar("T")

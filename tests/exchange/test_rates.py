@@ -10,7 +10,7 @@ import pytest
 from spes_p2p.errors import PeerSilent
 from spes_p2p.exchange.rates import FIRST, MOST_PLACES, MOST_REMEMBERED, Place, Rates, Turns, at_once
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 A, B, C = (PeerId(name) for name in "abc")
 

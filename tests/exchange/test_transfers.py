@@ -32,8 +32,8 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.catch_up import commits_from
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import A, B, MadeRun
 
 MADE = MadeRun()

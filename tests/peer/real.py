@@ -12,8 +12,8 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.interop.hf import state_layout
+from spes_p2p.quickstart.processes import Process
 from spes_p2p.state.store import StateStore
-from spes_p2p.testing.processes import Process
 from tests.fork_server import ForkedSwarm
 
 SMALL = (

@@ -27,9 +27,9 @@ from spes_p2p.swarm.records import PeerRecord, peers_key
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.organiser_words import OrganiserWatch
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.peer.real import SMALL
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import ORGANISER, A, MadeRun
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -22,10 +22,10 @@ from spes_p2p.peer.data_feed import CATALOGUE_FILE, DataFeed, keep_catalogue, ke
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.data.conftest import tiny_config
 from tests.data.piece_makers import make_dataset, make_pieces
+from tests.simulation.virtual_time import run_virtual
 
 T = TypeVar("T")
 BOOT = PeerId("boot")

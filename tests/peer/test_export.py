@@ -37,10 +37,10 @@ from spes_p2p.state.version import Version
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import head_record
-from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.wire import pack
 from tests.interop.states import OLMOE, layout_of, model_of, random_state, run_config
 from tests.model.tiny import tiny_tokens
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import in_swarm, small_config
 
 MANY = ("model.vocab_size=8192", "model.embedding_rows=8192", "sync.tile_values=4096")

@@ -15,7 +15,7 @@ from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.peer.node_metrics import NodeState, measuring, state_of_run
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import in_swarm, small_config, until
 
 

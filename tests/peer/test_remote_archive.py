@@ -31,7 +31,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.node import Run
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, small_config, until
 from tests.sync.test_archive import evening, is_archived, with_archive
 

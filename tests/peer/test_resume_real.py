@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from spes_p2p.failpoints import INNER_STEP
-from spes_p2p.testing.faults import FREEZE, KILL, Fault
 from tests.fork_server import ForkedSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, alone, config_of, losses, make_tokens, state_hash
+from tests.simulation.faults import FREEZE, KILL, Fault
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 ROUNDS = ("--until-round", "3")

@@ -25,12 +25,12 @@ from spes_p2p.errors import SpesError
 from spes_p2p.failpoints import INNER_STEP
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Round, Step
+from spes_p2p.quickstart.processes import BOOTSTRAP, Process, children
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
-from spes_p2p.testing.processes import BOOTSTRAP, Process, children
 from tests.fork_server import ForkedSwarm
+from tests.simulation.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
 from tests.swarm.chaos_report import ChaosOptions, Findings, Sample, judge
 
 MODEL = (

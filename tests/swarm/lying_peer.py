@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.ids import Hash
+from spes_p2p.quickstart.processes import PROGRAM
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.sync.candidate_state import CandidateState
-from spes_p2p.testing.attackers.attack import Scene
-from spes_p2p.testing.attackers.reducers import altered
-from spes_p2p.testing.attackers.trial import ATTACKS
-from spes_p2p.testing.processes import PROGRAM
 from spes_p2p.train.trainer import Trainer
+from tests.simulation.attackers.attack import Scene
+from tests.simulation.attackers.reducers import altered
+from tests.simulation.attackers.trial import ATTACKS
 
 LIE = "SPES_P2P_TEST_LIE"
 

@@ -16,14 +16,15 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Event
+from spes_p2p.quickstart.processes import Host, Process
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.dump import RoundDump
-from spes_p2p.testing.processes import Host, LocalSwarm, Process
 from tests.fork_server import ForkedSwarm
+from tests.simulation.faulty_swarm import FaultySwarm
 
 E = TypeVar("E", bound=Event)
 MICRO = (
@@ -90,7 +91,7 @@ def nothing_left() -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def local_swarm(folder: Path, hosts: Mapping[str, Host] | None = None) -> Iterator[LocalSwarm]:
+def local_swarm(folder: Path, hosts: Mapping[str, Host] | None = None) -> Iterator[FaultySwarm]:
     """A swarm of which no process is left afterwards, daemons and ranks included, whatever happens in between."""
     with nothing_left() as mark, ForkedSwarm(folder, environment=mark, hosts=hosts) as swarm:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from spes_p2p.testing.processes import Host
+from spes_p2p.quickstart.processes import Host
 
 _NAT_BOX = Path(__file__).with_name("nat_box.py")
 

@@ -15,9 +15,10 @@ import pytest
 
 from spes_p2p import failpoints
 from spes_p2p.peer.kept_invite import kept_invite
+from spes_p2p.quickstart.processes import BOOTSTRAP
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.processes import BOOTSTRAP, LocalSwarm
+from tests.simulation.faults import SLOW, Fault
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -31,11 +32,11 @@ SLOWER_STEPS = Fault(failpoints.INNER_STEP, SLOW, times=0, factor=5.0)
 MORE_ROUNDS = 12
 
 
-def newest(swarm: LocalSwarm, name: str) -> int:
+def newest(swarm: FaultySwarm, name: str) -> int:
     return max((event.round for event in swarm.processes[name].rounds()), default=0)
 
 
-def part(swarm: LocalSwarm, tokens: Path) -> None:
+def part(swarm: FaultySwarm, tokens: Path) -> None:
     """`alone` commits rounds without the two others; then they commit some without it, and all are there again."""
     for name in ALL:
         swarm.peer(name, tokens, LOCAL)

@@ -15,9 +15,10 @@ import pytest
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Warning
+from spes_p2p.quickstart.processes import Process, children
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.processes import LocalSwarm, Process, children
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, config_of, is_daemon, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -107,7 +108,7 @@ def daemon_of(process: Process) -> int:
     return int(daemon.pid)
 
 
-def crash_daemon(swarm: LocalSwarm, told: Story, name: str) -> None:
+def crash_daemon(swarm: FaultySwarm, told: Story, name: str) -> None:
     process = swarm.processes[name]
     before = daemon_of(process)
     os.kill(before, signal.SIGKILL)

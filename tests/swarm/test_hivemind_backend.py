@@ -36,13 +36,13 @@ from spes_p2p.errors import (
     RemoteProtocolError,
 )
 from spes_p2p.ids import PeerId
+from spes_p2p.quickstart.processes import stop_process
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend import network as network_module
 from spes_p2p.swarm.hivemind_backend.storage import BoundedStorage
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import heads_key, peers_key
-from spes_p2p.testing.processes import stop_process
 from tests.swarm.micro import runs
 
 pytestmark = pytest.mark.swarm

@@ -21,11 +21,12 @@ from spes_p2p.consensus.events import MessageReceived
 from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.observe.events import Round
+from spes_p2p.quickstart.processes import Process
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import BEFORE, NEWEST, ReplayedEvent, load_recording, replay
-from spes_p2p.testing.faults import MUTE, Fault
-from spes_p2p.testing.processes import LocalSwarm, Process
+from tests.simulation.faults import MUTE, Fault
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import (
     LOCAL,
     MICRO,
@@ -124,17 +125,17 @@ def partial_checkpoints(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").glob("partial-*")}
 
 
-def up(swarm: LocalSwarm) -> list[str]:
+def up(swarm: FaultySwarm) -> list[str]:
     return [name for name in NAMES if swarm.processes[name].exit_code is None]
 
 
-def kill_one(swarm: LocalSwarm, fault: Fault, told: Story) -> None:
+def kill_one(swarm: FaultySwarm, fault: Fault, told: Story) -> None:
     """The next to reach the step dies of it; the others have two more rounds in time."""
     before = up(swarm)
     go_on(swarm, told, before, [strike(swarm, fault)])
 
 
-def strike(swarm: LocalSwarm, fault: Fault) -> str:
+def strike(swarm: FaultySwarm, fault: Fault) -> str:
     """Who died of it."""
     swarm.armed_faults.arm(fault)
     watched = up(swarm)
@@ -146,7 +147,7 @@ def strike(swarm: LocalSwarm, fault: Fault) -> str:
     return victim
 
 
-def go_on(swarm: LocalSwarm, told: Story, before: list[str], victims: list[str]) -> None:
+def go_on(swarm: FaultySwarm, told: Story, before: list[str], victims: list[str]) -> None:
     """The others have two more rounds in time, and what they say meanwhile is noted."""
     codes = {victim: swarm.processes[victim].wait(30.0) for victim in victims}
     left = [name for name in before if name not in victims]
@@ -161,7 +162,7 @@ def go_on(swarm: LocalSwarm, told: Story, before: list[str], victims: list[str])
         told.deaths.append(Death(victim, codes[victim], said, traced))
 
 
-def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
+def kill_who_knows_alone(swarm: FaultySwarm, told: Story) -> None:
     """Armed long before its round, in which then nobody but the leader hears of a vote."""
     for fault in MUTED.values():
         swarm.armed_faults.arm(fault)
@@ -182,7 +183,7 @@ def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
     go_on(swarm, told, before, [victim])
 
 
-def kill_two_at_once(swarm: LocalSwarm, told: Story) -> None:
+def kill_two_at_once(swarm: FaultySwarm, told: Story) -> None:
     before = up(swarm)
     victims = [before[-1], before[1]]
     for name in victims:
@@ -190,7 +191,7 @@ def kill_two_at_once(swarm: LocalSwarm, told: Story) -> None:
     go_on(swarm, told, before, victims)
 
 
-def kill_the_planner(swarm: LocalSwarm, told: Story) -> None:
+def kill_the_planner(swarm: FaultySwarm, told: Story) -> None:
     """And what the others had of its plan by then."""
     before = up(swarm)
     victim = strike(swarm, RIGHT_AFTER_PLAN)
@@ -222,11 +223,11 @@ def tells_the_end(step: ReplayedEvent) -> bool:
     return bool({"certify", "follow"} & set(step.rules)) or (commit is not None and commit.manifest.round > step.round)
 
 
-def newest(swarm: LocalSwarm, names: list[str]) -> int:
+def newest(swarm: FaultySwarm, names: list[str]) -> int:
     return max(event.round for name in names for event in swarm.processes[name].rounds())
 
 
-def come_back(swarm: LocalSwarm, told: Story, tokens: Path) -> None:
+def come_back(swarm: FaultySwarm, told: Story, tokens: Path) -> None:
     """All that were killed, again; returns when a round has counted them all."""
     chain_folder = told.folder / up(swarm)[0] / "run" / "chain"
     back = {told.ids[name] for name in NAMES if name not in up(swarm)}
@@ -241,7 +242,7 @@ def come_back(swarm: LocalSwarm, told: Story, tokens: Path) -> None:
     swarm.wait_until(counted, "all are counted again", NAMES, 180.0)
 
 
-def kill_all_but_one(swarm: LocalSwarm, told: Story) -> None:
+def kill_all_but_one(swarm: FaultySwarm, told: Story) -> None:
     """And the bootstrap node with them."""
     before = up(swarm)
     told.alone = before[0]

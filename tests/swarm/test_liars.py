@@ -12,8 +12,8 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Eval, Peer, Round, Warning
 from spes_p2p.ownership.assign import columns_of
+from spes_p2p.quickstart.processes import LOOPBACK, Host, Running
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.processes import LOOPBACK, Host, Running
 from tests.cli.conftest import spes_p2p
 from tests.fork_server import ForkedSwarm
 from tests.swarm.lying_peer import LIE

@@ -19,11 +19,12 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.observe.events import Peer, Round, Step
 from spes_p2p.peer.receipts import RECEIPT_FILE
+from spes_p2p.quickstart.processes import Process
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.receipts import check_receipt
-from spes_p2p.testing.processes import LocalSwarm, Process
 from tests import oracle
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import (
     LOCAL,
     MICRO,
@@ -128,7 +129,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
     return told
 
 
-def address_of_a_peer(swarm: LocalSwarm) -> str:
+def address_of_a_peer(swarm: FaultySwarm) -> str:
     """As `status` shows it, once a peer is known."""
     addresses: list[str] = []
 
@@ -147,7 +148,7 @@ def last_round(process: Process) -> int:
     return max((event.round for event in process.rounds()), default=0)
 
 
-def in_the_middle_of_a_round(swarm: LocalSwarm, name: str) -> None:
+def in_the_middle_of_a_round(swarm: FaultySwarm, name: str) -> None:
     """Until this peer has made a step of a new round."""
     process = swarm.processes[name]
     process.read_events()

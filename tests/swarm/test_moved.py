@@ -10,15 +10,16 @@ import pytest
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.peer.kept_invite import kept_invite
+from spes_p2p.quickstart.processes import Process
 from spes_p2p.swarm.invite import decode
-from spes_p2p.testing.processes import LocalSwarm, Process
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 AGREED = ("swarm.min_peers=2", "swarm.experts_per_peer=3")
 
 
-def wait_until_named(swarm: LocalSwarm, by: Process, *named: Process) -> None:
+def wait_until_named(swarm: FaultySwarm, by: Process, *named: Process) -> None:
     """Until the newest invitation of a node names these peers."""
     wanted = {peer_id_of(one) for one in named}
 

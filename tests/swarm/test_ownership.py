@@ -13,20 +13,20 @@ from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Columns
 from spes_p2p.ownership.assign import columns_of, orphans
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.processes import LocalSwarm
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 NAMES = ("p0", "p1", "p2")
 
 
-def adopted(swarm: LocalSwarm, name: str) -> list[Columns]:
+def adopted(swarm: FaultySwarm, name: str) -> list[Columns]:
     process = swarm.processes[name]
     process.read_events()
     return [event for _, event in process.seen if isinstance(event, Columns)]
 
 
-def manifests(swarm: LocalSwarm, name: str) -> Iterator[Manifest]:
+def manifests(swarm: FaultySwarm, name: str) -> Iterator[Manifest]:
     chain = Chain(swarm.folder / name / "run" / "chain")
     return (chain.commit(round).manifest for round in range(chain.length))
 

@@ -15,11 +15,12 @@ from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.observe.events import Round, Step
+from spes_p2p.quickstart.processes import BOOTSTRAP, Host
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.processes import BOOTSTRAP, Host, LocalSwarm
 from tests.peer.real import quiet_port
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, config_of, dumping, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -28,7 +29,7 @@ TURNS = 64
 """More rounds than its return takes, also where a busy machine needs minutes to start it."""
 
 
-def chain_of(swarm: LocalSwarm, name: str) -> list[Commit]:
+def chain_of(swarm: FaultySwarm, name: str) -> list[Commit]:
     chain = Chain(swarm.folder / name / "run" / "chain")
     return [chain.commit(round) for round in range(chain.length)]
 

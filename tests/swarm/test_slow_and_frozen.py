@@ -15,9 +15,10 @@ from spes_p2p import failpoints
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.observe.events import Round, Step
+from spes_p2p.quickstart.processes import Process
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.faults import FREEZE, JUMP, SLOW, Fault
-from spes_p2p.testing.processes import LocalSwarm, Process
+from tests.simulation.faults import FREEZE, JUMP, SLOW, Fault
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, patience_seconds, peer_id_of, recomputed_state
 
 pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -76,11 +77,11 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
     return told
 
 
-def newest(swarm: LocalSwarm, name: str) -> int:
+def newest(swarm: FaultySwarm, name: str) -> int:
     return max(event.round for event in swarm.processes[name].rounds())
 
 
-def freeze_for_two_rounds(swarm: LocalSwarm, told: Story) -> None:
+def freeze_for_two_rounds(swarm: FaultySwarm, told: Story) -> None:
     """It stops itself before its vote leaves; the others go on without it."""
     patience = patience_seconds(swarm.processes[QUICK])
     swarm.armed_faults.arm(STOPPED)
@@ -92,7 +93,7 @@ def freeze_for_two_rounds(swarm: LocalSwarm, told: Story) -> None:
     swarm.processes[FROZEN].thaw()
 
 
-def wait_until_counted(swarm: LocalSwarm, told: Story, name: str) -> None:
+def wait_until_counted(swarm: FaultySwarm, told: Story, name: str) -> None:
     def counted() -> bool:
         last = told.manifests()[-1]
         return last.round > told.frozen_to and told.ids[name] in {entry.peer for entry in last.roster}

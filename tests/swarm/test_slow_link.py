@@ -16,7 +16,7 @@ from spes_p2p import failpoints
 from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.observe.events import Peer
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.faults import SLOW, Fault
+from tests.simulation.faults import SLOW, Fault
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
 from tests.swarm.namespaces import TwoHalves, may_limit_links
 

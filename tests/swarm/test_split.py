@@ -16,8 +16,8 @@ import pytest
 from spes_p2p import failpoints
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.processes import LocalSwarm
+from tests.simulation.faults import SLOW, Fault
+from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
 from tests.swarm.namespaces import TwoHalves, may_make_namespaces
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 @contextmanager
-def divided_swarm(folder: Path) -> Iterator[tuple[LocalSwarm, TwoHalves]]:
+def divided_swarm(folder: Path) -> Iterator[tuple[FaultySwarm, TwoHalves]]:
     with ExitStack() as stack:
         halves = TwoHalves(stack)
         hosts = {name: halves.host(name, "left", f"11.0.0.{11 + at}") for at, name in enumerate(STAY)}
@@ -48,11 +48,11 @@ def divided_swarm(folder: Path) -> Iterator[tuple[LocalSwarm, TwoHalves]]:
             yield swarm, halves
 
 
-def newest(swarm: LocalSwarm, name: str) -> int:
+def newest(swarm: FaultySwarm, name: str) -> int:
     return max((event.round for event in swarm.processes[name].rounds()), default=0)
 
 
-def rounds_since(swarm: LocalSwarm, name: str, seen: int) -> list[Round]:
+def rounds_since(swarm: FaultySwarm, name: str, seen: int) -> list[Round]:
     return swarm.processes[name].rounds()[seen:]
 
 

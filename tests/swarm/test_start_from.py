@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.interop.importing import StartModel
+from spes_p2p.quickstart.processes import BOOTSTRAP, Host
 from spes_p2p.state.layout import Layout
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.processes import BOOTSTRAP, Host
 from tests.fork_server import ForkedSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, make_tokens, quiet_port
 

@@ -24,7 +24,7 @@ from spes_p2p.swarm.hivemind_backend.directory import EnvelopeValidator, Hivemin
 from spes_p2p.swarm.hivemind_backend.storage import MAX_KEYS, bound
 from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.records import bounds_of, peers_key
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 ME, MEMBER = PeerId("me"), PeerId("member")
 KEY = peers_key("tiny")

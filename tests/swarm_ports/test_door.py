@@ -16,7 +16,7 @@ from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import STREAMS
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 A, B, STRANGER = PeerId("a"), PeerId("b"), PeerId("stranger")
 MEMBERS = {A, B}

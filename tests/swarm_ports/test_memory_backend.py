@@ -16,7 +16,7 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import peers_key
 from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 A, B = PeerId("anna"), PeerId("ben")
 KEY = peers_key("run")

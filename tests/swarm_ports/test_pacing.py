@@ -11,7 +11,7 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.pacing import BURST_SECONDS, Pacer
 from spes_p2p.swarm.ports import CHUNK_BYTES, Blob
 from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 RATE = 2_500_000.0  # 20 Mbit/s
 

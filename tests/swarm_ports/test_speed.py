@@ -21,7 +21,7 @@ from spes_p2p.swarm.speed import (
     measure_speed,
 )
 from spes_p2p.swarm.streams import ByteStream, Traffic, write_frame
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 PROMPT = (0.001, 0.001)
 HOME, HOST = PeerId("home"), PeerId("host")

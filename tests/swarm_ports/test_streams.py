@@ -15,7 +15,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamServer
 from spes_p2p.swarm.streams import BlobHead, FetchRequest, Traffic, checksum_bytes, fetch_stream
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 
 PEER = PeerId("peer")
 

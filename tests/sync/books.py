@@ -14,9 +14,9 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Values
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
-from spes_p2p.testing.pretend_peer import HandedIn
 from tests import lossy_oracle, oracle
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
+from tests.simulation.pretend_peer import HandedIn
 from tests.sync.swarm_cases import Blocks, Recorder, commits, outer_of
 
 

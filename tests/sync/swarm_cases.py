@@ -21,10 +21,10 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.sync.candidate_state import whole_state
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
-from spes_p2p.testing.pretend_peer import HandedIn
-from spes_p2p.testing.virtual_time import run_virtual
 from tests import oracle
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
+from tests.simulation.pretend_peer import HandedIn
+from tests.simulation.virtual_time import run_virtual
 
 T = TypeVar("T")
 GUARD_SECONDS = 0.05

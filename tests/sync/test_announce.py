@@ -25,7 +25,7 @@ from spes_p2p.swarm.records import (
 )
 from spes_p2p.sync.announce import EVERY_SECONDS, LOOK_SECONDS, TTL_SECONDS, Announcer
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import A, B, MadeRun
 
 WALL = 1_700_000_000.0

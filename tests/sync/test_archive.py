@@ -34,9 +34,9 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.organising.seat import drop_damaged
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.sync.starting import zeros
-from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER as ORGANISER_ID
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until
 

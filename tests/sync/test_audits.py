@@ -22,9 +22,9 @@ from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import ANOTHER_WAY, Likeness
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
-from spes_p2p.testing.pretend_peer import PretendWork
-from spes_p2p.testing.sim_state import FakeSealer
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
+from tests.simulation.pretend_peer import PretendWork
+from tests.simulation.sim_state import FakeSealer
 from tests.state.test_mending import flip
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, in_swarm, small_config
 from tests.sync.test_clipping import alike

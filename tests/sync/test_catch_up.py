@@ -26,8 +26,8 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.virtual_time import run_virtual
 from tests.state.small import file_size_limit
 from tests.sync.chains import MadeRun, with_tokens
 from tests.sync.swarm_cases import small_config

@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.consensus.messages import DEGRADED
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
 SECONDS_OF_MISFORTUNE = 20.0

@@ -20,7 +20,7 @@ from spes_p2p.sync.histories import checked_prefix, choose_child
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.report import RunReport, read_report
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
 
 CONFIG = small_config("swarm.final_rounds=2")

@@ -18,9 +18,9 @@ from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.clipping import FEWEST, OPPOSED, clipped_mean, opposed
 from spes_p2p.sync.reduce import weighted_mean
-from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.pretend_peer import PretendWork
 from tests import oracle
+from tests.simulation.memory_swarm import MemorySwarm
+from tests.simulation.pretend_peer import PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, in_swarm, small_config
 from tests.sync.test_driver import MERGES
 

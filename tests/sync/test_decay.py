@@ -9,9 +9,9 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.organiser_words import TTL_SECONDS, decay
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.pretend_peer import PretendWork
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import MemorySwarm
+from tests.simulation.pretend_peer import PretendWork
 from tests.sync.chains import ORGANISER
 from tests.sync.swarm_cases import in_swarm, small_config
 from tests.sync.test_choosing_history import Surroundings

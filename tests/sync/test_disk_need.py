@@ -17,7 +17,7 @@ from spes_p2p.planning.sizes import Sizes
 from spes_p2p.state.layout import Values
 from spes_p2p.sync import inputs
 from spes_p2p.sync.residuals import Residuals
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import in_swarm, small_config
 
 SHAPE = ("model.d_model=32", "model.head_dim=16", "model.expert_ffn=32", "model.vocab_size=257")

@@ -19,7 +19,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync import tensor_work
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
 T = TypeVar("T")

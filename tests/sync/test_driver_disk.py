@@ -21,8 +21,8 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import PeerClosed, StateError, StorageFull, TileDamaged
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,

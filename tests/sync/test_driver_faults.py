@@ -17,7 +17,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync.surroundings import Applied
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
 ROUND_SECONDS = 1.4

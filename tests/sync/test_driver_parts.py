@@ -16,10 +16,10 @@ from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.sync.dispatcher import RETRY_HEARTBEATS, Dispatcher
-from spes_p2p.testing.sim import Weather, World
-from spes_p2p.testing.small_peer import Local, SmallSurroundings, small_step
-from spes_p2p.testing.small_world import SmallWorld
-from spes_p2p.testing.symbol_driver import SymbolDriver
+from tests.simulation.sim import Weather, World
+from tests.simulation.small_peer import Local, SmallSurroundings, small_step
+from tests.simulation.small_world import SmallWorld
+from tests.simulation.symbol_driver import SymbolDriver
 
 
 def asked_for(kind: type[do.Action]) -> tuple[SmallWorld, Local, int]:

@@ -22,7 +22,7 @@ from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.streams import FetchRequest
 from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
 SPOILT = 3

@@ -21,8 +21,8 @@ from spes_p2p.consensus.vote_record import VoteRecord, prevote
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
-from spes_p2p.testing.sim_state import FakeSealer
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.sim_state import FakeSealer
 from tests.sync.swarm_cases import commits, in_swarm, small_config
 
 T = TypeVar("T")

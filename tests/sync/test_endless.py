@@ -32,8 +32,8 @@ from spes_p2p.swarm.streams import (
     read_frame,
     write_frame,
 )
-from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.virtual_time import run_virtual
+from tests.simulation.memory_swarm import MemorySwarm
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, small_config, until
 
 LIAR = PeerId("d")

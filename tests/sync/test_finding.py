@@ -10,8 +10,8 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.records import RUNS_KEY, RunGroup, RunRecord, group_runs
 from spes_p2p.sync.finding import choose_run, find_run
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.virtual_time import run_virtual
 
 ONE, TWO = Hash(b"\x11" * 32), Hash(b"\x22" * 32)
 

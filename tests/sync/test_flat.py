@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
 
 WARM_UP, ROUNDS = 18, 54

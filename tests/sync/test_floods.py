@@ -18,8 +18,8 @@ from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.door import Rate
 from spes_p2p.sync import sealing
 from spes_p2p.sync.sealing import SIGNATURES, EnvelopeChecker, KeySealer
-from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
 
 EACH = 100

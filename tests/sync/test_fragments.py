@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 from tests.sync.test_overlap import MERGES, OVERLAP, slow_down

@@ -22,8 +22,8 @@ from spes_p2p.sync.genesis import check_run
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.sync.slice_mean import sent_values
-from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import commits, in_swarm, small_config
 from tests.sync.test_audits import CLIP, LIAR, hands_out, start
 

@@ -19,7 +19,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.surroundings import Applied
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, counts, in_swarm, small_config, until
 
 NAMES = "abcde"

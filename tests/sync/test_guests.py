@@ -18,7 +18,7 @@ from spes_p2p.state.layout import Layout, Values
 from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, sent_coordinates, take_in
 from spes_p2p.sync.reduce import TOO_LARGE
 from spes_p2p.sync.slice_mean import unfit_guests
-from spes_p2p.testing.sim_state import run_rules
+from tests.simulation.sim_state import run_rules
 
 RANK = 3
 MARK = Hash(b"m" * 32)

@@ -28,8 +28,8 @@ from spes_p2p.exchange.requests import (
 )
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config, until
 
 Path_ = tuple[str | int, ...]

@@ -29,8 +29,8 @@ from spes_p2p.sync.finding import load_run
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until
 

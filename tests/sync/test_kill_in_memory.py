@@ -13,8 +13,8 @@ from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.consensus.messages import DEGRADED, QUORUM
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, Fault, MemoryFaults
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.faults import LEADER_STEPS, MEMBER_STEPS, Fault, MemoryFaults
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,

@@ -25,9 +25,9 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import columns_of, sole_columns
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.testing.faults import Fault, MemoryFaults
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from spes_p2p.wire import pack
+from tests.simulation.faults import Fault, MemoryFaults
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 from tests.sync.test_driver_disk import raising

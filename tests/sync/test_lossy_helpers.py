@@ -18,7 +18,7 @@ from spes_p2p.consensus.messages import (
     Intent,
 )
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.books import Books
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 

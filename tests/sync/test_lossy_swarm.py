@@ -15,8 +15,8 @@ from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.sync.round_log import RoundLog
-from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.pretend_peer import PretendPeer
+from tests.simulation.memory_swarm import MemorySwarm
+from tests.simulation.pretend_peer import PretendPeer
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until
 

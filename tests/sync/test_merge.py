@@ -22,8 +22,8 @@ from spes_p2p.sync.merge import (
     merge_values,
     nearest_experts,
 )
-from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.sim_state import run_rules
+from tests.simulation.memory_swarm import MemorySwarm
+from tests.simulation.sim_state import run_rules
 from tests.state.small import new_values, small_layout, small_store, stage_round
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, counts, in_swarm, until
 
 

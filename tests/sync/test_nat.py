@@ -10,7 +10,7 @@ import pytest
 from spes_p2p.consensus.membership import LINK_PRIVATE
 from spes_p2p.consensus.messages import Commit, Intent
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, check_leases, in_swarm, small_config
 
 HIDDEN = ("a", "b")

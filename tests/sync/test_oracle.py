@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.dump import RoundDump
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests import oracle
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import Blocks, Recorder, commits, in_swarm, small_config
 
 

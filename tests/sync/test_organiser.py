@@ -18,8 +18,8 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.organising.organiser import WAITING_BEATS
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config, until
 
 

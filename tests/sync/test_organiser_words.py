@@ -37,8 +37,8 @@ from spes_p2p.sync.organiser_words import (
     together,
 )
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 from tests.sync.swarm_cases import small_config
 

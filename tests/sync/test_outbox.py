@@ -30,8 +30,8 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.outbox import WAITING, Outbox, in_parts
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack, unpack
+from tests.simulation.virtual_time import run_virtual
 
 A, B = PeerId("a"), PeerId("b")
 PIECE = Slice(0, 0, 4, A, (A,))

@@ -19,7 +19,7 @@ from spes_p2p.state.layout import MOMENTUM_PREFIX
 from spes_p2p.state.version import block_file
 from spes_p2p.sync.outer import Nesterov, OuterSteps, outer_steps
 from spes_p2p.sync.outgoing import check_asker
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import (

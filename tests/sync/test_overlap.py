@@ -12,8 +12,8 @@ import pytest
 from spes_p2p.ids import PeerId
 from spes_p2p.planning.traffic import Link, sync_costs
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from spes_p2p.train.stages import Load, Stage
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 

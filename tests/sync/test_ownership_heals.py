@@ -14,7 +14,7 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import columns_of, orphans
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import in_swarm, small_config
 
 ROOMY = Intent(joining=True, max_columns=4)

@@ -37,9 +37,9 @@ from spes_p2p.sync.receipts import (
     pack_receipt,
 )
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import in_swarm, small_config
 from tests.sync.test_choosing_history import Surroundings

@@ -36,9 +36,9 @@ from spes_p2p.sync.recorder import (
     pack_plain,
     replay,
 )
-from spes_p2p.testing.attackers.leaders import machine_with
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.consensus import planted
+from tests.simulation.attackers.leaders import machine_with
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import in_swarm, small_config
 from tests.sync.test_trials import Judge
 

@@ -15,7 +15,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout, StateTensor, Values
 from spes_p2p.sync.reduce import _AT_ONCE, LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
 from spes_p2p.sync.slice_mean import unfit
-from spes_p2p.testing.sim_state import run_rules
+from tests.simulation.sim_state import run_rules
 
 BASE = np.zeros(8, np.float32)
 

@@ -13,9 +13,9 @@ from spes_p2p.exchange.requests import ChainRequest, Request, TilesRequest, unpa
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
-from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER as ORGANISER_ID
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, counts, in_swarm, small_config, until
 
 

@@ -26,8 +26,8 @@ from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.histories import Side
 from spes_p2p.sync.organiser_words import ending
 from spes_p2p.sync.report import FRESH_SECONDS, LIVE_SECONDS, RunReport, read_report
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import ORGANISER, A, B, MadeRun, with_tokens
 from tests.sync.swarm_cases import small_config
 

@@ -20,7 +20,7 @@ from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 
 A, B, C, D = (PeerId(name) for name in "abcd")

@@ -19,7 +19,7 @@ from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.sync.scrub import ASK_EVERY, Scrubber, TileRepairer
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.state.small import commit_round, small_store
 from tests.state.test_mending import flip
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until

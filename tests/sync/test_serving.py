@@ -20,7 +20,7 @@ from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.ids import PeerId
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, until
 
 

@@ -12,8 +12,8 @@ from spes_p2p import failpoints
 from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.testing.faults import FREEZE, Fault, MemoryFaults
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendWork
+from tests.simulation.faults import FREEZE, Fault, MemoryFaults
+from tests.simulation.memory_swarm import MemorySwarm, PretendWork
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,

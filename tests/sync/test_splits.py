@@ -21,7 +21,7 @@ from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync.surroundings import Applied
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, counts, in_swarm, small_config
 
 WORK = PretendWork(step_seconds=0.8)

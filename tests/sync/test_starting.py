@@ -23,8 +23,8 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.starting import STRAGGLER_SECONDS
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
 

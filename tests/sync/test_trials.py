@@ -21,7 +21,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.tensor_work import TensorWork
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config
 
 NAMES = "abcdef"

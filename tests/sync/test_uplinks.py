@@ -14,7 +14,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm import streams
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.recorder import NEWEST, FlightRecorder, load_recording, replay
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config
 
 RATES = {"a": 400_000.0, "b": 100_000.0, "c": 100_000.0}

@@ -13,7 +13,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout, vocabulary_tiles
 from spes_p2p.sync.node import check_sizes
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.simulation.memory_swarm import MemorySwarm
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 from tests.sync.test_fragments import shared_tiles

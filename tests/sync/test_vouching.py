@@ -18,9 +18,9 @@ from spes_p2p.swarm.records import PeerRecord, peers_key, words_key
 from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, WORDS_FILE, OrganiserWatch, Words, ending, roll
 from spes_p2p.sync.passes import Doorkeeper, make_pass
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
-from spes_p2p.testing.pretend_peer import PretendWork
 from spes_p2p.wire import pack
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
+from tests.simulation.pretend_peer import PretendWork
 from tests.sync.swarm_cases import in_swarm, small_config
 from tests.sync.test_choosing_history import Surroundings
 

@@ -18,9 +18,9 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SOURCES_FILE, SourceKeeper, check_sources, sign_sources
-from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.data.piece_makers import make_pieces
+from tests.simulation.virtual_time import run_virtual
 from tests.sync.chains import ORGANISER
 from tests.sync.swarm_cases import small_config
 

@@ -18,8 +18,8 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.surroundings import Text
-from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
-from spes_p2p.testing.pretend_peer import PretendWork
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
+from tests.simulation.pretend_peer import PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config
 from tests.sync.test_choosing_history import Surroundings
 from tests.sync.test_clipping import alike

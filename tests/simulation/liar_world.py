@@ -1,0 +1,385 @@
+"""A small world of four electors of whom one lies, with `swarm.faults: byzantine`, for the exhaustive search.
+
+python -m tests.simulation.liar_world --lies 1 --place 0
+
+The liar has a true `Consensus`, takes part like everybody, and falls silent whenever it likes. Beside that it signs
+what an honest elector never would, and shows it to one of the others or to all: `Lies` has the list. It knows at once
+whatever anybody knows. A lie, a message that it withholds, tiles that it does not hand out, and its silence for good
+count as one fault each. To keep the search small everything else comes in one order; a lie to a peer can come before
+anything that happens to that peer, which is all that makes a difference to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from spes_p2p.consensus.content import Content, Envelope
+from spes_p2p.consensus.electorate import NIL, Faults
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Ballots,
+    Certificate,
+    Commit,
+    DegradedVote,
+    Plan,
+    Polka,
+    Precommit,
+    Prevote,
+    Proposal,
+    Report,
+    Seal,
+    Signed,
+    Status,
+    Votes,
+    plan_hash,
+)
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.slices import reducer_order
+from spes_p2p.consensus.statements import content_of
+from spes_p2p.ids import Hash, PeerId, sha256
+from tests.simulation.exhaustive import Found, Search
+from tests.simulation.exhaustive import Report as SearchReport
+from tests.simulation.judge import Violation
+from tests.simulation.sim_state import FakeSealer
+from tests.simulation.small_peer import Local
+from tests.simulation.small_world import LOSE, Event, Happening, SmallWorld, State
+
+ELECTORS = 4
+UNKNOWN = sha256(b"what nobody has made")
+
+
+class Lies:
+    """All that `liar` may sign for one receiver, given what anybody knows. Leaves out when it is said."""
+
+    def __init__(self, liar: PeerId, rules: RunRules) -> None:
+        self._liar, self._rules = liar, rules
+        self._sealer = FakeSealer(liar)
+        self._false: dict[Hash, tuple[Content, ...]] = {}
+
+    def for_peer(self, core: Consensus, everybody: list[Consensus]) -> Iterator[tuple[str, Envelope]]:
+        """(what it is, message) for the peer with `core`."""
+        for told, envelope in (
+            *self._votes(core, everybody),
+            *self._proposals(core, everybody),
+            *self._plans(core, everybody),
+            *self._reports(core),
+            *self._statuses(core),
+            *self._commits(core, everybody),
+        ):
+            yield told, replace(envelope, sender=self._liar)
+
+    def _contents(self, everybody: list[Consensus]) -> dict[Hash, Content]:
+        """What was built, and false ones made of it."""
+        known = {name: content for core in everybody for name, content in core.state.round.contents.items()}
+        for name, content in list(known.items()):
+            if name not in self._false:
+                self._false[name] = tuple(self._falsified(everybody[0], content))
+                self._false |= {manifest_hash(false.manifest): () for false in self._false[name]}
+            known |= {manifest_hash(false.manifest): false for false in self._false[name]}
+        return known
+
+    def _falsified(self, core: Consensus, content: Content) -> Iterator[Content]:
+        """Without itself, which is in order; without another; with other work, another state, other members."""
+        manifest, said = content.manifest, content.statements
+        others = [status.author for status in said.statuses if status.author != self._liar]
+        for left_out in (self._liar, others[0]):
+            statuses = tuple(status for status in said.statuses if status.author != left_out)
+            statements = replace(said, statuses=statuses)
+            yield content_of(self._rules, core.tip, core.state.ledger, statements, manifest.state_root, manifest.merge)
+        for wrong in (
+            replace(manifest, tokens=manifest.tokens + 1),
+            replace(manifest, state_root=UNKNOWN),
+            replace(manifest, members=manifest.members[1:]),
+        ):
+            yield Content(wrong, said)
+
+    def _votes(self, core: Consensus, everybody: list[Consensus]) -> Iterator[tuple[str, Envelope]]:
+        """Votes for anything in the ballots about that of the receiver: two of one ballot, and stale ones, too."""
+        run, parent = self._rules.fingerprint, core.tip_hash
+        ballot = core.state.round.vote.ballot
+        for at in range(max(0, ballot - 1), ballot + 2):
+            for value in (NIL, UNKNOWN, *sorted(self._contents(everybody))):
+                prevote = self._sealer.seal(Prevote(run, parent, at, value))
+                precommit = self._sealer.seal(Precommit(run, parent, at, value))
+                for told, votes in (
+                    ("prevotes", Votes(prevote)),
+                    ("precommits", Votes(precommit=precommit)),
+                    ("votes", Votes(prevote, precommit)),
+                ):
+                    yield f"{told} {value.hex()[:4]} in {at}", Envelope(self._liar, votes=(votes,))
+        for value in self._contents(everybody):
+            alone = Polka(ballot, value, (self._sealer.seal(Prevote(run, parent, ballot, value)),) * 3)
+            yield f"polka of its own for {value.hex()[:4]}", Envelope(self._liar, votes=(Votes(polka=alone),))
+
+    def _proposals(self, core: Consensus, everybody: list[Consensus]) -> Iterator[tuple[str, Envelope]]:
+        """Anything in the ballots that it leads, with every polka there is, and with one that says something else."""
+        run, parent = self._rules.fingerprint, core.tip_hash
+        electorate, ballot = core.state.electorate, core.state.round.vote.ballot
+        polkas = {polka for one in everybody if (polka := one.state.round.vote.heard.polka) is not None}
+        contents: dict[Hash, Content | None] = {UNKNOWN: None, **self._contents(everybody)}
+        for at in range(max(0, ballot - 1), ballot + 2):
+            if electorate.leader(at) != self._liar:
+                continue
+            for value, content in contents.items():
+                for polka in (None, *sorted(polkas, key=lambda polka: (polka.ballot, polka.value))):
+                    proposal = self._sealer.seal(Proposal(run, parent, at, value, polka))
+                    backed = "" if polka is None else f" with polka {polka.ballot}"
+                    brought = () if content is None else (content,)
+                    envelope = Envelope(self._liar, votes=(Votes(proposal=proposal),), contents=brought)
+                    yield f"proposes {value.hex()[:4]} in {at}{backed}", envelope
+
+    def _plans(self, core: Consensus, everybody: list[Consensus]) -> Iterator[tuple[str, Envelope]]:
+        """Plans that leave somebody out, in the ballots that it leads."""
+        ready = {entry: signed for one in everybody for entry, signed in one.state.round.ready.items()}
+        plans = [one.state.round.plan.value for one in everybody if one.state.round.plan is not None]
+        ballot = core.state.round.vote.ballot
+        for at in (ballot, ballot + 1):
+            if core.state.electorate.leader(at) != self._liar or not plans:
+                continue
+            for left_out in core.state.electors:
+                roster = tuple(entry for entry in plans[0].roster if entry.peer != left_out)
+                staying = tuple(entry.peer for entry in roster)
+                if not staying or staying == tuple(entry.peer for entry in plans[0].roster):
+                    continue
+                slices = tuple(replace(piece, reducer=staying[0], contributors=staying) for piece in plans[0].slices)
+                plan = Plan(plans[0].fingerprint, core.tip_hash, at, self._liar, roster, slices)
+                brought = tuple(ready[entry] for entry in roster)
+                yield (
+                    f"plans without {left_out} in {at}",
+                    Envelope(self._liar, plan=self._sealer.seal(plan), ready=brought),
+                )
+
+    def _reports(self, core: Consensus) -> Iterator[tuple[str, Envelope]]:
+        """That it reduced what nobody can fetch, of all or of some; or that nobody's values are fit."""
+        if core.state.round.plan is None:
+            return
+        plan = core.state.round.plan.value
+        for index, piece in enumerate(plan.slices):
+            if self._liar not in reducer_order(piece):
+                continue
+            for used in (piece.contributors, (self._liar,), ()):
+                mine = replace(piece, reducer=self._liar, contributors=used)
+                tiles = (UNKNOWN,) * (piece.tiles if used else 0)
+                out = tuple((peer, "lost") for peer in piece.contributors if peer not in used)
+                report = Report(plan.parent, plan_hash(plan), index, mine, tiles, out)
+                yield (
+                    f"reports slice {index} of {len(used)}",
+                    Envelope(self._liar, reports=(self._sealer.seal(report),)),
+                )
+
+    def _statuses(self, core: Consensus) -> Iterator[tuple[str, Envelope]]:
+        """What it says of itself: work, wishes, where it stands, how it voted, what it has."""
+        contact = core.state.others.contacts.get(self._liar)
+        if contact is None:
+            return
+        true = replace(contact.status, sequence=contact.status.sequence + 1)
+        ballot = core.state.round.vote.ballot
+        values = sorted(core.state.round.contents)
+        lies: dict[str, Status] = {
+            "trains on": replace(true, work=replace(true.work, ready=False)),
+            "trained more": replace(
+                true, work=replace(true.work, ready=True, tokens=8 * true.work.tokens + 8, steps=8)
+            ),
+            "leaves": replace(true, intent=replace(true.intent, leaving=True)),
+            "cannot vote": replace(true, intent=replace(true.intent, can_vote=False)),
+            "is behind NAT": replace(true, intent=replace(true.intent, link_class=1)),
+            "stands further": replace(true, head=UNKNOWN, round=true.round + 5),
+            "stands elsewhere": replace(true, head=UNKNOWN),
+            "is behind": replace(true, head=UNKNOWN, round=-1),
+            "hears nobody": replace(true, unheard=tuple(core.state.electors)),
+            "lacks much": replace(true, lacks=(UNKNOWN, *values)[:8]),
+            "moves bytes": replace(true, moved=true.moved + 1),
+            "has all": replace(true, reports=b"\1", staged=b"\1", proposal=ballot + 1),
+        }
+        for at in (ballot, ballot + 1):
+            lies[f"closes in {at}"] = replace(true, ballots=replace(true.ballots, closing=at))
+            for value in (UNKNOWN, *values):
+                keeps = Ballots(at, at, at, at, value, -1)
+                lies[f"is bound to {value.hex()[:4]} in {at}"] = replace(true, ballots=keeps)
+        for told, status in lies.items():
+            if status != true:
+                yield told, Envelope(self._liar, statuses=(self._sealer.seal(status),))
+
+    def _commits(self, core: Consensus, everybody: list[Consensus]) -> Iterator[tuple[str, Envelope]]:
+        """Certificates of fewer than a quorum: a real precommit and its own, its own thrice, or itself alone."""
+        run, parent, ballot = self._rules.fingerprint, core.tip_hash, core.state.round.vote.ballot
+        heard = [vote for one in everybody for vote in one.state.round.vote.heard.precommits.values()]
+        for value, content in self._contents(everybody).items():
+            mine = self._sealer.seal(Precommit(run, parent, ballot, value))
+            real = {vote.author: vote for vote in heard if (vote.value.ballot, vote.value.value) == (ballot, value)}
+            some = [real[author] for author in sorted(real) if author != self._liar][:1]
+            vote = self._sealer.seal(DegradedVote(run, parent, (self._liar,), -1, value))
+            for told, certificate in (
+                ("too few", Certificate(parent, QUORUM, ballot, value, (), _seals((*some, mine)))),
+                ("itself thrice", Certificate(parent, QUORUM, ballot, value, (), _seals((mine,) * 3))),
+                ("it alone", Certificate(parent, DEGRADED, -1, value, (self._liar,), _seals((vote,)))),
+            ):
+                commit = Commit(certificate, content.manifest)
+                yield f"certificate by {told} of {value.hex()[:4]}", Envelope(self._liar, commit=commit)
+
+
+def _seals(votes: tuple[Signed[Precommit] | Signed[DegradedVote], ...]) -> tuple[Seal, ...]:
+    return tuple(Seal(vote.author, vote.public_key, vote.signature) for vote in votes)
+
+
+class LiarWorld(SmallWorld):
+    """Four electors, of whom the one that leads ballot `place` lies."""
+
+    def __init__(self, place: int, core_class: type[Consensus] = Consensus) -> None:
+        super().__init__(ELECTORS, core_class, electors_may=Faults.BYZANTINE)
+        started = self.table.locals[self.start(0).locals[0]].core
+        assert started is not None
+        self.electorate = started.state.electorate
+        self.liar = self.names.index(self.electorate.order[place])
+        self.table.setting.content.liars.add(self.names[self.liar])
+        self.honest = [peer for peer in range(ELECTORS) if peer != self.liar]
+        self.told: set[str] = set()
+        """The kinds of lies that made a difference."""
+        self._lies = Lies(self.names[self.liar], self.rules)
+        self._whole: set[tuple[int, ...]] = set()
+
+    # ---------------------------------------------------------------- what must hold, of those who do not lie
+
+    def is_over(self, state: State) -> bool:
+        return bool(state.commits) and all(local.disk.chain for local in self._honest(state))
+
+    def is_known(self, state: State) -> bool:
+        if not state.commits:
+            return False
+        cores = [local.core for local in self._honest(state) if local.core is not None]
+        return all(core.tip.round > 0 or core.state.round.decided is not None for core in cores)
+
+    def is_lost(self, state: State) -> bool:
+        return False  # `check` sees to it that those who do not lie have it
+
+    def check(self, state: State) -> None:
+        """What is committed is whole on the disks of all of its quorum that do not lie; and nobody of them gives up."""
+        if state.locals in self._whole:
+            return
+        self._whole.add(state.locals)
+        honest = self._honest(state)
+        for at in state.commits:
+            commit = self.things[at]
+            holders = sum(local.disk.holds(commit.manifest) for local in honest)
+            if commit.certificate.kind != QUORUM:
+                raise Violation("degraded", "a commit was made without a quorum")
+            if holders < self.electorate.quorum - 1:
+                raise Violation("whole", f"a commit is whole on {holders} disks of those who do not lie")
+        for local in honest:
+            core = local.core
+            if local.disk.incarnation != 1 or core is None or core.state.round.vote.is_mute:
+                raise Violation("gave up", f"{local.name} was made to give up its vote")
+
+    def _honest(self, state: State) -> list[Local]:
+        return [self.table.locals[state.locals[peer]] for peer in self.honest]
+
+    # ---------------------------------------------------------------- what can happen
+
+    def successors(self, state: State, kinds: tuple[str, ...] = ()) -> list[tuple[Event, State]]:
+        """The one thing that comes next, and before it whatever the liar may do to whom it befalls."""
+        self.check(state)
+        happening = self._next(state)
+        event = happening.event if happening else ("beat",)
+        after = self._after(state, happening) if happening else self._beat(state)
+        found: list[tuple[Event, State]] = [(event, after)]
+        if not state.faults or (happening and (happening.step.plain or happening.step.quiet)):
+            return found
+        spent = state._replace(faults=state.faults - 1, beats=0)
+        if happening is not None and happening.peer == self.liar:
+            dead = self.table.dead(state.locals[self.liar])
+            return [*found, (("silent",), self._died(spent, self.liar, dead))]
+        if happening is not None:
+            found += self._withheld(spent, happening, kinds)
+        receivers = self.honest if happening is None else [happening.peer]
+        return found + [lie for peer in receivers for lie in self._lies_to(spent, peer)]
+
+    def _next(self, state: State) -> Happening | None:
+        deliveries = list(self._deliveries(state))
+        for happening in deliveries:
+            if happening.step.plain or happening.step.quiet:
+                return happening
+        return next(self._works(state), None) or next(iter(deliveries), None)
+
+    def _withheld(self, spent: State, happening: Happening, kinds: tuple[str, ...]) -> Iterator[tuple[Event, State]]:
+        """A message that does not come; and work for which the liar gives nothing."""
+        word, first, second = happening.event
+        if word == "deliver" and (LOSE in kinds or self._pairs[first][0] == self.liar):
+            links = list(spent.links)
+            links[first] = links[first][1:]
+            yield ("lose", first, second), spent._replace(links=tuple(links))
+        elif word == "work":
+            silent = spent.locals[: self.liar], self.table.dead(spent.locals[self.liar]), spent.locals[self.liar + 1 :]
+            without = spent._replace(locals=(*silent[0], silent[1], *silent[2]))
+            brought = self._brought(without, first, second)
+            step = self.table.step(spent.locals[first], first, ("work", second, *brought))
+            if step != happening.step:
+                yield ("refuses", first, second), self._after(spent, Happening(happening.event, first, step))
+
+    def _lies_to(self, spent: State, peer: int) -> Iterator[tuple[Event, State]]:
+        """Each lie to this peer alone, and to all."""
+        receiver = self.table.locals[spent.locals[peer]].core
+        everybody = [local.core for local in self.locals_of(spent) if local.core is not None]
+        if receiver is None or receiver.tip.round > 0:
+            return
+        for told, envelope in self._lies.for_peer(receiver, [core for core in everybody if core.tip.round == 0]):
+            message = self.table.id_of(envelope)
+            alone = self._told(spent, [peer], told, message)
+            if alone is None:
+                continue
+            self.told.add(told.split()[0])
+            yield ("lie", told, self.names[peer]), alone
+            to_all = self._told(spent, self.honest, told, message)
+            if to_all is not None:
+                yield ("lie", told, "all"), to_all
+
+    def _told(self, spent: State, peers: list[int], told: str, message: int) -> State | None:
+        """None where the lie changes nothing."""
+        after = spent
+        for peer in peers:
+            try:
+                step = self.table.receive(after.locals[peer], peer, message)
+                if not step.plain:
+                    after = self._apply(after, peer, step)
+            except Violation as violation:
+                told_to = f"as {self.names[self.liar]} {told} to {self.names[peer]}"
+                raise Violation(violation.kind, f"{violation.args[0]} {told_to}") from violation
+        return None if after == spent else after
+
+
+def search(
+    place: int,
+    lies: int,
+    core_class: type[Consensus] = Consensus,
+    kinds: tuple[str, ...] = (),
+    most_states: int = sys.maxsize,
+) -> tuple[SearchReport, set[str]]:
+    """All that a liar that leads ballot `place` can do with `lies` faults; the kinds that told. Raises Found."""
+    world = LiarWorld(place, core_class)
+    return Search(world, lies, kinds).run(most_states), world.told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Every lie of one of four electors in one round.")
+    parser.add_argument("--lies", type=int, default=1)
+    parser.add_argument("--place", type=int, choices=range(ELECTORS), default=0, help="the ballot that the liar leads")
+    parser.add_argument("--losses", action="store_true", help="messages among the others may be lost, too")
+    parser.add_argument("--most-states", type=int, default=sys.maxsize)
+    options = parser.parse_args()
+    try:
+        kinds = (LOSE,) if options.losses else ()
+        report, told = search(options.place, options.lies, kinds=kinds, most_states=options.most_states)
+    except Found as found:
+        sys.stdout.write(f"{found}\n")
+        return 1
+    sys.stdout.write(f"{report}\nlies that told: {sorted(told)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

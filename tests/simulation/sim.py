@@ -1,0 +1,353 @@
+"""A swarm of simulated peers on a virtual clock: the network between them, and the faults that befall them.
+
+One heap of events, one seeded random generator: the same seed gives the same run. Who is up, who reaches whom and what
+is lost is decided here; what a peer does with its `Consensus` stands in `sim_peer`, what must never happen in `judge`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.forks import best
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.rules import genesis_manifest
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ownership.assign import OwnershipRequest
+from tests.simulation.judge import Judge, Violation, voters
+from tests.simulation.sim_peer import SimPeer
+from tests.simulation.sim_state import Disk, initial_state, root_of, run_rules
+
+AUDITED_WORK = 1000.0
+"""Of a round, for audits of work: tiny rounds could afford none."""
+EXTINCT_SECONDS = 30.0
+"""So long after the last fault without anybody who could go on, a run is over."""
+
+
+class Network:
+    """Carries messages by the weather of `world`, and the faults of links."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.groups: dict[PeerId, int] = {}
+        self._cut_until: dict[tuple[PeerId, PeerId], float] = {}
+        self._late: dict[PeerId, tuple[float, float]] = {}
+
+    def partition(self, groups: dict[PeerId, int]) -> None:
+        """From now on only peers with the same number reach each other; those not named have number 0."""
+        self._world.changed(f"who reaches whom: {groups or 'all'}")
+        self.groups = groups
+
+    def heal(self) -> None:
+        self._cut_until.clear()
+        self._late.clear()
+        self.partition({})
+
+    def cut_links(self, links: Iterable[tuple[PeerId, PeerId]], seconds: float) -> None:
+        """Messages from the first to the second of each pair are lost for a while; tiles still get through."""
+        links = list(links)
+        self._world.changed(f"no message gets through: {links}")
+        self._cut_until.update((link, self._world.now + seconds) for link in links)
+        self._world.after(seconds, self._world.changed, "links are mended")
+
+    def delay_words_of(self, name: PeerId, late_seconds: float, seconds: float) -> None:
+        """For a while all that this peer says comes late, by half of `late_seconds` to all of it."""
+        self._world.changed(f"what {name} says comes up to {late_seconds} s late")
+        self._late[name] = (self._world.now + seconds, late_seconds)
+        self._world.after(seconds, self._world.changed, f"what {name} says comes in time again")
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        return self.groups.get(one, 0) == self.groups.get(other, 0)
+
+    def delay(self) -> float:
+        weather = self._world.weather
+        return weather.shortest_delay + self._world.random.random() ** 3 * (
+            weather.longest_delay - weather.shortest_delay
+        )
+
+    def send(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
+        """Delivers, loses, doubles or delays; order is not kept."""
+        self._world.result.messages += 1
+        weather = self._world.weather
+        if self._cut_until and self._cut_until.get((sender, to), 0.0) > self._world.now:
+            return
+        if self._world.random.random() >= weather.loss:
+            self._world.after(self.delay() + self._lateness(sender), self._deliver, sender, to, envelope)
+        if weather.doubling and self._world.random.random() < weather.doubling:
+            self._world.after(20 * self.delay(), self._deliver, sender, to, envelope)
+
+    def _lateness(self, sender: PeerId) -> float:
+        until, late_seconds = self._late.get(sender, (0.0, 0.0))
+        return late_seconds * (0.5 + 0.5 * self._world.random.random()) if until > self._world.now else 0.0
+
+    def _deliver(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
+        peer = self._world.peers.get(to)
+        if peer is None or peer.core is None or not self.reaches(sender, to):
+            return
+        peer.receive(sender, envelope)
+
+
+@dataclass
+class Weather:
+    """How well messages and data get through. Delays in seconds, the others are probabilities."""
+
+    shortest_delay: float = 0.01
+    longest_delay: float = 0.15
+    loss: float = 0.0
+    doubling: float = 0.0
+    broken_transfer: float = 0.0
+    reply: float = 0.1
+
+
+@dataclass
+class Result:
+    """What came of one run."""
+
+    rounds: int = 0
+    commits: int = 0
+    degraded: int = 0
+    forks: int = 0
+    switches: int = 0
+    restarts: int = 0
+    handovers: int = 0
+    """Commits that give columns to other owners."""
+    seconds: float = 0.0
+    messages: int = 0
+    longest_stall: float = 0.0
+    tightest_bound: float = 0.0
+    extinct: bool = False
+    fired: Counter[str] = field(default_factory=Counter)
+
+
+class World:
+    """One simulated run of up to `len(names)` first members; more may join."""
+
+    faults: ClassVar[Faults] = Faults.CRASH
+    poisoned: ClassVar[float] = 0.02
+    """How likely one block of a snapshot is not finite."""
+    liars: Mapping[PeerId, type[Consensus]] = {}
+    """Who does not keep to the protocol, and what it runs in its place."""
+
+    def __init__(
+        self,
+        seed: int,
+        founders: int,
+        columns: int,
+        replicas: int,
+        weather: Weather,
+        core_class: type[Consensus] = Consensus,
+        step_seconds: float = 1.0,
+        servers: int = 0,
+    ) -> None:
+        """`step_seconds` scales how long peers train: slow ones leave more of a run to what happens between rounds.
+
+        `servers` more of the first members reduce, hold and vote, and train nothing.
+        """
+        self.step_seconds = step_seconds
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.weather = weather
+        self.core_class = core_class
+        rules = run_rules(columns, replicas=replicas)
+        self.rules = replace(rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2, faults=self.faults)
+        if seed % 8 == 5:
+            self.rules = replace(self.rules, audited_work=AUDITED_WORK, clips=True)
+        self.max_columns = columns
+        self.result = Result()
+        self.peers: dict[PeerId, SimPeer] = {}
+        self.last_change = 0.0
+        self._lost_after = -1.0
+        """The `last_change` after which a committed state was seen to be lost."""
+        self._adopted: set[Hash] = set()
+        self.say: Callable[[str], None] | None = None
+        self.network = Network(self)
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._tie = itertools.count()
+        self._incarnations = itertools.count(1)
+        self.lives = itertools.count(1)
+        names = [PeerId(f"p{index}") for index in range(founders)]
+        incarnations = {name: self.next_incarnation() for name in names}
+        members = [Member(name, incarnations[name], True, self.random.choice((0, 0, 1))) for name in names]
+        for index in range(servers):
+            members.append(Member(PeerId(f"s{index}"), self.next_incarnation(), True, 0, trains=False))
+        self.has_servers = servers > 0
+        self.state = initial_state(self.rules)
+        wishes = {member.peer: OwnershipRequest(self.max_columns if member.trains else 0) for member in members}
+        self.genesis = genesis_manifest(self.rules, root_of(self.state), members, wishes)
+        self.judge = Judge(self.rules, self.genesis, self.state)
+        self.judge.liars = set(self.liars)
+        for member in self.genesis.members:
+            self._add(member.peer, member.incarnation, member.link_class, not member.trains)
+
+    # ---------------------------------------------------------------- time
+
+    def at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._queue, (time, next(self._tie), action, arguments))
+
+    def after(self, seconds: float, action: Callable[..., None], *arguments: object) -> None:
+        self.at(self.now + seconds, action, *arguments)
+
+    def step(self) -> bool:
+        """Carries out the next event; False when there is none."""
+        if not self._queue:
+            return False
+        self.now, _, action, arguments = heapq.heappop(self._queue)
+        action(*arguments)
+        return True
+
+    def next_incarnation(self) -> int:
+        return next(self._incarnations)
+
+    def machine_of(self, name: PeerId) -> type[Consensus]:
+        """What decides for a peer."""
+        return self.liars.get(name, self.core_class)
+
+    # ---------------------------------------------------------------- peers and faults
+
+    def _add(self, name: PeerId, incarnation: int, link_class: int, serving: bool = False) -> None:
+        disk = Disk(self.genesis, self.state, incarnation)
+        self.peers[name] = SimPeer(self, name, disk, link_class, serving)
+        self.peers[name].start()
+
+    def join(self, serving: bool = False) -> None:
+        """One more peer comes, with an empty disk."""
+        name = PeerId(f"{'s' if serving else 'p'}{len(self.peers)}")
+        self.changed(f"{name} joins")
+        self._add(name, self.next_incarnation(), self.random.choice((0, 0, 1)), serving)
+
+    def choose(self, child: Hash) -> None:
+        """The organiser has signed that the run goes on with this child, and everybody who runs hears of it."""
+        self.judge.chosen.add(child)
+        self.changed("the organiser has chosen")
+        for peer in self.up():
+            peer.choose(child)
+
+    def changed(self, what: str = "") -> None:
+        """A fault or its end: the time allowed for the next commit starts again."""
+        self.last_change = self.now
+        self.tell(what)
+
+    def tell(self, what: str) -> None:
+        """A line of the story, where somebody listens."""
+        if self.say is not None:
+            self.say(f"{self.now:8.2f} {what}")
+
+    def up(self) -> list[SimPeer]:
+        """Peers whose process runs."""
+        return [peer for peer in self.peers.values() if peer.core is not None]
+
+    def available(self, asker: PeerId, other: PeerId) -> SimPeer | None:
+        """`other`, where `asker` can fetch from it now."""
+        peer = self.peers.get(other)
+        if peer is None or peer.core is None or peer.asleep_until > self.now or not self.network.reaches(asker, other):
+            return None
+        return peer
+
+    # ---------------------------------------------------------------- progress
+
+    def newest(self) -> Manifest:
+        """The newest manifest that a running peer stands on, in the history that wins."""
+        chains = [peer.disk.chain for peer in self.up()]
+        if not chains:
+            return self.genesis
+        if self.judge.forks:
+            line = best([tuple(chain) for chain in chains], self.rules.final_rounds)
+        else:
+            line = max((tuple(chain) for chain in chains), key=lambda line: len(line))
+        return line[-1].manifest if line else self.genesis
+
+    def is_one_history(self) -> bool:
+        """Whether all who run, and do not leave, stand on one chain."""
+        chains: list[list[Commit]] = [[], *(peer.disk.chain for peer in self.up())]
+        longest = max(chains, key=len)
+        names = [manifest_hash(self.genesis), *(commit.certificate.manifest for commit in longest)]
+        tips = [peer.disk.tip for peer in self.up() if not peer.intent.leaving]
+        return all(tip.round < len(names) and names[tip.round] == manifest_hash(tip) for tip in tips)
+
+    def note_commit(self, manifest: Manifest) -> None:
+        """A peer adopted a commit: the first to do so, on the winning chain, ends a stall."""
+        name = manifest_hash(manifest)
+        if name in self._adopted or manifest_hash(self.newest()) != name:
+            return
+        self._adopted.add(name)
+        _check_servers(self, manifest)
+        _check_newcomers(self, manifest)
+        self.result.rounds = manifest.round
+        self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
+        self.last_change = self.now
+
+    def bound_seconds(self) -> float:
+        """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
+        tip = self.newest()
+        head = manifest_hash(tip)
+        chosen = voters(tip)
+        running = [p for p in self.up() if p.core is not None]
+        able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.is_full]
+        able = [peer for peer in able if peer.asleep_until <= self.now]
+        if not able:
+            return float("inf")
+        if self.has_servers and not any(self._would_train(peer) for peer in running):
+            return float("inf")
+        cores = [p.core for p in running if p.core is not None]
+        pace = max((core.state.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
+        groups = Counter(self.network.groups.get(p.name, 0) for p in able)
+        connected = max(groups.values(), default=0) >= Electorate(tuple(chosen), self.faults).quorum
+        if not connected and self.faults is Faults.BYZANTINE:
+            return float("inf")  # nobody goes on there without a quorum
+        view = max((c.state.round.vote.ballot for c in cores if c.tip_hash == head), default=0)
+        training = max(p.round_seconds for p in running)
+        wait = 0.0 if connected else pace.degraded_wait_seconds()
+        if self._state_is_lost():
+            self._lost_after = self.last_change
+        wait += pace.lost_state_wait_seconds() if self._lost_after == self.last_change else 0.0
+        asking = pace.deadline_seconds(0)
+        return wait + asking + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
+
+    def _would_train(self, peer: SimPeer) -> bool:
+        """Whether rounds are made for this peer's sake; those who only serve keep the state as it is."""
+        return not peer.intent.serving and not peer.is_gone_for_good and peer.asleep_until <= self.now
+
+    def _state_is_lost(self) -> bool:
+        """Whether somebody knows of a commit whose state left with those who had it."""
+        running = [peer for peer in self.up() if peer.core is not None]
+        known = [peer.core.state.round.decided for peer in running if peer.core is not None]
+        return any(d is not None and not any(peer.has_state(d.manifest) for peer in running) for d in known)
+
+    def check_stall(self) -> None:
+        """Raises Violation when the next commit is late. Notes when there can be none any more."""
+        waited = self.now - self.last_change
+        bound = self.bound_seconds()
+        asleep = any(peer.asleep_until > self.now for peer in self.up())
+        self.result.extinct = bound == float("inf") and waited > EXTINCT_SECONDS and not asleep
+        if waited > bound:
+            raise Violation("stall", f"no commit for {waited:.1f} s, at most {bound:.1f} s are allowed")
+        if bound < float("inf"):
+            self.result.tightest_bound = max(self.result.tightest_bound, waited / bound)
+
+
+def _check_servers(world: World, manifest: Manifest) -> None:
+    """Checks that peers that only serve are not named as trainers, nor trainers as servers."""
+    wrong = [m.peer for m in manifest.members if m.trains == world.peers[m.peer].intent.serving]
+    if wrong:
+        raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")
+
+
+def _check_newcomers(world: World, manifest: Manifest) -> None:
+    """Who is named for the first time has caught up."""
+    known = {(m.peer, m.incarnation) for m in world.judge.known[manifest.parent].manifest.members}
+    for member in manifest.members:
+        peer = world.peers[member.peer]
+        is_it = peer.core is not None and peer.disk.incarnation == member.incarnation
+        stood = peer.disk.tip.round
+        if (member.peer, member.incarnation) not in known and is_it and stood < manifest.round - 1:
+            raise Violation("newcomer", f"round {manifest.round} names {member.peer}, who is at {stood}")

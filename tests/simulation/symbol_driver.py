@@ -1,0 +1,289 @@
+"""The real driver's parts over symbols: what a simulated peer has in the place of tensors, files and streams.
+
+`SymbolDriver` puts a `Dispatcher`, a `RoundExecutor` and a `Committer` together, the very ones of the real driver. Here
+stands what they ask for: staging tiles, fetching them, building states, writing chains and votes, on a `Disk` of
+hashes. When work is begun, what comes of asking others and whether the peer lives to see it is up to a scheduler
+(`Surroundings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.forks import has_quorum
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.errors import NetworkError, PeerSilent, StorageFull
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
+from spes_p2p.sync.committer import Committer, long_work
+from spes_p2p.sync.dispatcher import Dispatcher
+from spes_p2p.sync.round_executor import RoundExecutor
+from tests.simulation.judge import Violation
+from tests.simulation.sim_state import Disk, State, root_of
+from tests.simulation.symbols import (
+    PUBLISHING_SECONDS,
+    Died,
+    Lock,
+    Pause,
+    Surroundings,
+    SymbolCandidate,
+    SymbolWork,
+)
+
+
+class SymbolVotes:
+    """The `Votes` of a simulated peer."""
+
+    def __init__(self, disk: Disk, around: Surroundings, name: PeerId) -> None:
+        self._disk = disk
+        self._around = around
+        self._name = name
+
+    @property
+    def record(self) -> VoteRecord:
+        return self._disk.record or VoteRecord(NO_HASH)
+
+    @property
+    def incarnation(self) -> int:
+        return self._disk.incarnation
+
+    def write(self, record: VoteRecord) -> None:
+        self._disk.check_room()
+        before, self._disk.record = self.record, record
+        self._around.judge.saw_record(self._name, record, self._disk, self._around.guard)
+        self._around.wrote(before, record)
+
+    def forget(self, above: int) -> None:
+        self._disk.record, self._disk.left = None, set()
+        self._disk.incarnation = max(self._around.new_incarnation(), above + 1)
+
+    def leave(self, record: VoteRecord) -> None:
+        self._disk.check_room()
+        self._disk.leave(record)
+
+    def arrive(self, head: Hash) -> None:
+        self._disk.arrive(self._around.new_incarnation, restarted=False)
+
+
+class SymbolChain:
+    """The `KnownChain` of a simulated peer: it ends with its state. `line` is what came here of a later one."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self.has, self.ledger = disk.is_on_chain, disk.ledger
+        self.line: tuple[Commit, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self._disk.chain) + 1
+
+    def commit(self, round: int) -> Commit:
+        return [*self._disk.chain, *self.line][round - 1]
+
+
+class SymbolHistory:
+    """The `History` of a simulated peer."""
+
+    def __init__(self, core: Consensus, disk: Disk, chain: SymbolChain, around: Surroundings) -> None:
+        self._core = core
+        self._disk = disk
+        self._chain = chain
+        self._around = around
+        self.running: Coroutine[Any, Any, None] | None = None
+        self.moving = Lock()
+        self.fetching: Coroutine[Any, Any, None] | None = None
+
+    @contextmanager
+    def being_fetched(self) -> Iterator[None]:
+        self.fetching = self.running
+        try:
+            yield
+        finally:
+            self.fetching = None
+
+    def cancel(self) -> bool:
+        fetching, self.fetching = self.fetching, None
+        if fetching is None or fetching is self.running:
+            return False
+        fetching.close()
+        return True
+
+    async def break_off(self) -> bool:
+        return self.cancel()
+
+    async def _ask(self, holder: PeerId) -> Disk:
+        await Pause(self._around.work_seconds())
+        disk = self._around.others.disk_of(holder)
+        if disk is None:
+            raise PeerSilent(holder)
+        return disk
+
+    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
+        theirs = await self._ask(holder)
+        common = self._disk.shared_with(theirs)
+        if len(theirs.chain) <= tip:
+            raise NetworkError(holder)
+        if common < tip or not has_quorum(theirs.chain[tip]):
+            raise HistoryDiverged(holder)
+        return await self.take_up(tip, theirs.chain[tip:], holder, round)
+
+    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
+        theirs = await self._ask(holder)
+        common = self._disk.shared_with(theirs)
+        return ForkPoint(self._disk.manifest(common), tuple(self._disk.chain[common:]), tuple(theirs.chain[common:]))
+
+    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
+        self._chain.line = tuple(theirs)
+        for commit in theirs:
+            self._around.judge.saw_commit(commit)
+        self._around.judge.saw_taken(self._core.me, theirs[0], self._around.guard())
+        return theirs[-1]
+
+    async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, State]:
+        self._around.judge.saw_commit(newest)
+        theirs, name = await self._ask(holder), newest.certificate.manifest
+        if not theirs.is_on_chain(name, newest.manifest.round):
+            raise NetworkError(holder)
+        state = self._around.judge.known[name].state
+        if manifest_hash(theirs.tip) == name and root_of(theirs.state) != newest.manifest.state_root:
+            raise Violation("state", f"{holder} serves another state than it committed")
+        return newest, state
+
+    async def commit(self, commit: Commit) -> None:
+        await Pause(PUBLISHING_SECONDS)
+        self._disk.check_room()
+        self._around.judge.saw_commit(commit)
+        await self._publish((commit,), self._disk.finished[commit.manifest.state_root])
+
+    async def follow(self, first: Manifest, newest: Commit, state: State) -> None:
+        self._disk.check_room()
+        await self._publish(self._chain.line, state)
+
+    async def _publish(self, line: Sequence[Commit], state: State) -> None:
+        self._disk.publish(line, state)
+        await Pause(PUBLISHING_SECONDS)
+
+    async def switch(self, fork: ForkPoint, state: State) -> None:
+        self._disk.check_room()
+        self._around.judge.saw_switch(self._core.me, fork.ours, fork.theirs)
+        self._disk.switch(fork.common.round, fork.theirs, state)
+        await Pause(PUBLISHING_SECONDS)
+
+    def uplink(self) -> int:
+        return 0
+
+    def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
+        line = self._disk.chain[self._core.tip.round :] if fork is None else fork.theirs
+        self._around.judge.saw_state(self._core.me, commit.manifest, self._disk.state)
+        self._around.trainer.stands_on(line, switched=fork is not None)
+        self._chain.line = ()
+
+        async def follows() -> None:
+            self._around.trainer.goes_on()
+
+        return follows
+
+
+class SymbolDispatcher(Dispatcher):
+    """Checks what no driver looks at, and lets a peer die before any action."""
+
+    def __init__(self, driver: SymbolDriver, chain: SymbolChain, around: Surroundings) -> None:
+        core, disk = driver.core, driver.disk
+        votes, candidate = SymbolVotes(disk, around, core.me), SymbolCandidate(core, disk)
+        super().__init__(core, votes, chain, candidate, driver, driver, around.now)
+        self._around = around
+        self._decided = core.state.round.decided
+
+    def carry_out(self, actions: Sequence[do.Action]) -> None:
+        self._around.handled()
+        me, decided = self.core.me, self.core.state.round.decided
+        if decided is not self._decided and decided is not None and me not in decided.certificate.heard:
+            self._around.judge.saw_commit(decided)  # a degraded child that others made is judged already now
+            self._around.judge.saw_taken(me, decided, self._around.guard())
+        self._decided = decided
+        receivers = [action.to for action in actions if isinstance(action, do.Send)]
+        if len(set(receivers)) < len(receivers):
+            raise Violation("storm", f"{self.core.me} sends two envelopes to one peer for one event: {receivers}")
+        super().carry_out(actions)
+        if self.halted:
+            raise Died
+
+    def begin(self, action: do.Action) -> None:
+        self._around.before(action)
+        super().begin(action)
+
+
+class SymbolDriver:
+    """What a `Driver` is, over symbols: owner and effects of its own dispatcher."""
+
+    def __init__(self, core: Consensus, disk: Disk, around: Surroundings) -> None:
+        self.core = core
+        self.disk = disk
+        self._around = around
+        chain = SymbolChain(disk)
+        self.dispatcher = SymbolDispatcher(self, chain, around)
+        self.history = SymbolHistory(core, disk, chain, around)
+        self.executor = RoundExecutor(self.dispatcher, SymbolWork(core, disk, around))
+        self.committer: Committer[State] = Committer(self.dispatcher, self.history)
+
+    def tell(self, event: on.Event) -> None:
+        self.dispatcher.tell(event)
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether a commit is on its way from the disk to the consensus."""
+        return self.core.tip_hash != manifest_hash(self.disk.tip)
+
+    def work(self, action: do.Work) -> Coroutine[Any, Any, None]:
+        """An action that takes long, to be carried out by `go_on`."""
+        return long_work(action, self.executor, self.committer)
+
+    def go_on(self, work: Coroutine[Any, Any, None]) -> float | None:
+        """Goes on with work until it pauses, for so many seconds, or ends: None."""
+        if work.cr_frame is None:  # type: ignore[attr-defined]
+            return None  # broken off
+        self.history.running = work
+        try:
+            seconds: float = work.send(None)
+            return seconds
+        except StopIteration:
+            return None
+        except StorageFull as error:
+            self.dispatcher.disk_is_full(error)
+            return None
+        finally:
+            self.history.running = None
+
+    # ---- Owner ----
+
+    def close_training(self) -> None:
+        self._around.trainer.close()
+
+    def notice(self, notice: do.Notice) -> None:
+        if notice.kind == "refused" and notice.peer and notice.peer not in self._around.judge.liars:
+            raise Violation("refused", f"{self.core.me} refused what {notice.peer} said: {notice.text}")
+        self._around.notice(notice)
+
+    def failed(self, error: BaseException) -> None:
+        raise error
+
+    # ---- Effects ----
+
+    def send(self, action: do.Send) -> None:
+        self._around.send(action)
+
+    def begin(self, action: do.Work) -> None:
+        self._around.begin_work(action)
+
+    def make_room(self) -> None:
+        self.history.cancel()
+
+    def has_room(self) -> bool:
+        return not self.disk.full
