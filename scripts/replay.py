@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed
 
-from spes_p2p.config.load import config_from_text
+from spes_p2p.config.load import published_config
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import short
@@ -26,7 +26,7 @@ from spes_p2p.sync.recorder import ReplayedEvent, load_recording, replay
 def play(path: Path, events: bool) -> bool:
     """Prints one recording; whether everything was decided as it was then."""
     recording = load_recording(path)
-    config = config_from_text(recording.info.config)
+    config = published_config(recording.info.config, origin="the recorded config")
     layout = state_layout(config)
     print(f"{path}: peer {short(recording.me)} of run {recording.info.run_id}, {len(recording.frames)} events")
     steps: list[ReplayedEvent] = []

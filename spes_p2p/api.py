@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from spes_p2p.config.fingerprint import fingerprint
-from spes_p2p.config.load import config_from_text, load_config
+from spes_p2p.config.load import load_config, published_config
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError
 from spes_p2p.interop.card import Facts
@@ -150,7 +150,7 @@ class Peer:
                 "this peer was made without a `model`", fix="pass model=..., or use spes_p2p.Swarm.export"
             )
         checkpoint = find_checkpoint(self.folder, _nothing)
-        config = config_from_text(checkpoint.run["config"], origin=f"the config in {checkpoint.folder}")
+        config = published_config(checkpoint.run["config"], origin=f"the config in {checkpoint.folder}")
         return self._options.model.load(checkpoint.version(run_layout(config, self._options.model)))
 
 

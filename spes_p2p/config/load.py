@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -37,6 +37,27 @@ _WANTED = {
 """What pydantic's kinds of errors ask for, and how it calls the limits."""
 
 
+class Removed(NamedTuple):
+    """A field that is gone. `default`: with this value, as YAML has it, it changed nothing. `fix`: what to do."""
+
+    default: Any
+    fix: str = ""
+
+    def fix_of(self, key: str) -> str:
+        return self.fix or f"remove the line {key.rpartition('.')[2]}; docs/tried.md says what became of it"
+
+
+REMOVED: dict[str, Removed] = {}
+"""By dotted key, one row for each field that was taken out. Who takes a field out of the schema adds its row here.
+
+A file or an override of this machine that names one is refused with one error that says so, whatever the value. A
+run's published text (`published_config`: what checkpoints hold, too) may have it at its old default, since older
+versions wrote every field down: it is left out, and such a checkpoint still exports. At any other value the run did
+something that this program cannot do, so it is refused there as well. Where a whole section goes, each of its fields
+has a row. A default that was taken from another field was a value, too: then the row's default is that of `configs/`.
+"""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The run in the YAML file `path`, with dotted `overrides` such as `model.num_experts=8` on top.
 
@@ -57,6 +78,26 @@ def config_from_text(text: str, overrides: Sequence[str] = (), origin: str = "th
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin} has no sections", fix="begin it with `run:`, `model:`, ...")
     _set(tree, overrides)
+    return config_from_tree(tree)
+
+
+def published_config(text: str, origin: str) -> Config:
+    """The config in the text that a run's organiser published, from the network or as a checkpoint keeps it."""
+    tree = _parse(text, origin)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin} has no sections", fix="ask the organiser for the run's config")
+    for key, removed in REMOVED.items():
+        section, name = key.split(".")
+        fields = tree.get(section)
+        if not isinstance(fields, dict) or name not in fields:
+            continue
+        if (value := fields.pop(name)) != removed.default:
+            raise ConfigError(
+                f"{origin} has {key}={_brief(value)}, which this version of spes-p2p cannot do any more",
+                fix="use the version that the run was made with; docs/tried.md says which one had this last",
+            )
+        if not fields:
+            del tree[section]
     return config_from_tree(tree)
 
 
@@ -209,6 +250,8 @@ def _dump(tree: dict[str, Any], is_flow: bool | None = None) -> str:
 
 def _unknown(key: str) -> ConfigError:
     """Names the nearest known key: in the same section, else in another; by its name, else by its description."""
+    if key in REMOVED:
+        return ConfigError(f"{key} is gone: this version of spes-p2p does not have it", fix=REMOVED[key].fix_of(key))
     leaves = [name for name, _ in fields_of_tree()]
     section, _, name = key.rpartition(".")
     siblings = [leaf for leaf in leaves if leaf.startswith(f"{section}.")] if section else list(Config.model_fields)

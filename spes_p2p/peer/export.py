@@ -11,7 +11,7 @@ from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
 from spes_p2p.checkpoint.save import METADATA_FILE
-from spes_p2p.config.load import config_from_text
+from spes_p2p.config.load import published_config
 from spes_p2p.config.schema import Config
 from spes_p2p.config.sections import DataConfig
 from spes_p2p.data.tokenizers import NoEndOfText, is_public, load_tokenizer
@@ -138,7 +138,7 @@ def _root_of(folder: Path) -> Path:
 
 def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Version, Facts]:
     run = checkpoint.run
-    config = config_from_text(run["config"], origin=f"the config in {checkpoint.folder}")
+    config = published_config(run["config"], origin=f"the config in {checkpoint.folder}")
     version = checkpoint.version(state_layout(config))
     curve = read_curve(metrics_of(checkpoint.folder), checkpoint.round)
     root, step = version.root.hex(), checkpoint.step

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from spes_p2p.config.load import config_from_text
+from spes_p2p.config.load import published_config
 from spes_p2p.consensus.membership import MAX_VOUCHED
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
@@ -61,7 +61,7 @@ def organisers_sealer(identity: Path, run: RunInfo | Invite) -> KeySealer:
 
 def vouching_note(run: RunInfo | None) -> str:
     """What there is to say to somebody who vouches for a peer of this run; "" for nothing, or where it is not known."""
-    config = None if run is None else config_from_text(run.config, origin=f"the config of run {run.run_id}")
+    config = None if run is None else published_config(run.config, origin=f"the config of run {run.run_id}")
     return EVERYBODY_VOTES if config is not None and config.swarm.electors == "all" else ""
 
 

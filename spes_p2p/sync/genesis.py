@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spes_p2p.config.fingerprint import fingerprint
-from spes_p2p.config.load import config_from_text, published_yaml
+from spes_p2p.config.load import published_config, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.content import Envelope
@@ -52,7 +52,7 @@ class RunInfo:
     @cached_property
     def seals(self) -> SealRule:
         """Whose seals commit a manifest, by the run's config. Raises ConfigError where that cannot be read."""
-        config = config_from_text(self.config, origin=f"the config of run {self.run_id}")
+        config = published_config(self.config, origin=f"the config of run {self.run_id}")
         return SealRule(self.organiser, Faults(config.swarm.faults))
 
 
@@ -75,7 +75,7 @@ def check_run(info: RunInfo, expected: Hash) -> Config:
             f"the run speaks wire version {info.wire_version}, but this program speaks {WIRE_VERSION}",
             fix=f"upgrade {older} to the newer spes-p2p",
         )
-    config = config_from_text(info.config, origin=f"the config of run {info.run_id}")
+    config = published_config(info.config, origin=f"the config of run {info.run_id}")
     if fingerprint(config) != info.config_fingerprint:
         raise RemoteProtocolError(
             f"the config of run {info.run_id} does not hash to its fingerprint {info.config_fingerprint.hex()[:16]}",

@@ -13,7 +13,7 @@ import lzma
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spes_p2p.config.load import config_from_text
+from spes_p2p.config.load import published_config
 from spes_p2p.consensus.certificate import CheckSignature, certificate_statement, is_signed
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Account, Proof, check_account
@@ -178,7 +178,7 @@ def _check_roll(roll: Signed[Roll], info: RunInfo, check: CheckSignature) -> Non
 
 def _trusted(info: RunInfo, vouched: Sequence[PeerId]) -> tuple[PeerId, ...]:
     """Those of whom more than a third prove a receipt: nobody but the organiser where every member votes."""
-    config = config_from_text(info.config, origin=f"the config of run {info.run_id}")
+    config = published_config(info.config, origin=f"the config of run {info.run_id}")
     return tuple(vouched) if config.swarm.electors == "vouched" else ()
 
 

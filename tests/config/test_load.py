@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.config.load import (
+    REMOVED,
+    Removed,
     bundled_config,
     config_from_text,
     config_to_yaml,
     load_config,
     parse_override,
+    published_config,
     published_yaml,
 )
 from spes_p2p.config.schema import Config, fields_of_tree, steps_per_round_at
@@ -278,3 +281,47 @@ def test_a_section_in_the_place_of_a_field_lists_its_fields() -> None:
     with pytest.raises(ConfigError, match="unknown key scheduler") as caught:
         parse_override("scheduler=1")
     assert caught.value.fix.startswith("known: scheduler.")
+
+
+@pytest.fixture
+def a_removed_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REMOVED, "sync.was_here", Removed(1))
+
+
+def _with(text: str, key: str, value: object) -> str:
+    section, name = key.split(".")
+    return text.replace(f"\n{section}:\n", f"\n{section}:\n  {name}: {json.dumps(value)}\n")
+
+
+@pytest.mark.usefixtures("a_removed_field")
+def test_a_removed_field_of_this_machine_is_refused_by_name_whatever_its_value() -> None:
+    for key, removed in REMOVED.items():
+        for wrong in (
+            lambda key=key, removed=removed: config_from_text(_with(TINY.read_text(), key, removed.default)),
+            lambda key=key: config_from_text(_with(TINY.read_text(), key, "other")),
+            lambda key=key: tiny(f"{key}=1"),
+        ):
+            with pytest.raises(ConfigError) as error:
+                wrong()
+            assert str(error.value) == f"{key} is gone: this version of spes-p2p does not have it"
+            assert error.value.fix
+
+
+@pytest.mark.usefixtures("a_removed_field")
+def test_a_published_config_of_an_older_version_loads_where_what_is_gone_had_its_default() -> None:
+    text = published_yaml(tiny())
+    every = text
+    for key, removed in REMOVED.items():
+        every = _with(every, key, removed.default)
+    assert every != text
+    assert published_config(every, "the run's") == published_config(text, "the run's") == tiny()
+    for key in REMOVED:
+        with pytest.raises(ConfigError, match=f"the run's has {key}='other', which this version") as error:
+            published_config(_with(text, key, "other"), "the run's")
+        assert "docs/tried.md" in error.value.fix
+
+
+@pytest.mark.usefixtures("a_removed_field")
+def test_what_is_removed_is_not_in_the_schema() -> None:
+    fields = {key for key, _ in fields_of_tree()}
+    assert [key for key in REMOVED if key in fields or len(key.split(".")) != 2] == []
