@@ -1,6 +1,6 @@
 """What the merge does to experts: how alike they are while a run goes on, beside the loss that comes out.
 
-    python scripts/study_merge.py --arms spes merge merge-released shrink --seeds 0 1 2 --steps 400
+    python scripts/study_merge.py --arms spes merge --seeds 0 1 2 --steps 400
     python scripts/study_merge.py --arms merge --seeds 0 1 2 --steps 400 sync.merge_alpha=0.5
 
 Trains arms of scripts/compare.py and looks at each point of their curves, in the committed model, at the cosine
@@ -49,7 +49,7 @@ def likeness(layout: Layout, source: BlockSource) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=["spes", "merge", "merge-released", "shrink"])
+    parser.add_argument("--arms", nargs="+", default=["spes", "merge"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the config")

@@ -34,8 +34,6 @@ ARMS = {
     "spes": "",
     "spes-often": "sync.steps_per_round={often}",
     "merge": "sync.merge_alpha={merge} sync.merge_interval={H}",
-    "merge-released": "merge sync.merge_kind=released",
-    "shrink": "merge sync.merge_kind=shrink",
     "two-owners": "each={twice} swarm.target_replicas=2",
     "three-owners": "each={thrice} swarm.target_replicas=3",
     "rising": "sync.steps_per_round=[[{twice_H},{quarter_H}],[0,{H}]]",

@@ -90,11 +90,6 @@ class SyncConfig(Section):
         "How far an expert moves towards its neighbours in a merge at step 0; 0 turns merges off.", 0.05, ge=0, le=1
     )
     merge_decay_steps: Positive = agreed("Step at which the merge has faded out.", 10_000)
-    merge_kind: Literal["paper", "released", "shrink"] = agreed(
-        "paper: as SPES describes it. For comparison alone, released: with an expert's matrices mixed up, as SPES's "
-        "server does it; shrink: experts become smaller by alpha, and have no neighbours.",
-        "paper",
-    )
     merge_top_k: Positive = agreed("Neighbours of an expert in a merge (at most E - 1 are taken).", 4)
     tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=MOST_TILE_VALUES)
     slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)

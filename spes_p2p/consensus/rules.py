@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.fragments import AS_OFTEN, Ranges, Vocabulary, due_tiles
@@ -42,7 +41,6 @@ from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.ids import NO_HASH, NOBODY, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership, OwnershipRequest, assign, columns_of, nobody
 
-MergeKind = Literal["paper", "released", "shrink"]
 EPOCH_ROUNDS = 64
 """For so many rounds the same electors are drawn where too many may vote."""
 IDLE_TURNS = 3
@@ -70,7 +68,6 @@ class RunRules:
     steps_per_round: Callable[[int], int]
     merge_interval: int
     merge_alpha: Callable[[int], float]
-    merge_kind: MergeKind = "paper"
     exchange: bool = True
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
     expert_rounds: int = 1

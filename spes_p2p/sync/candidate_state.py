@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.manifest import Merge, Slice
-from spes_p2p.consensus.rules import MergeKind
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import HASH_BYTES, Hash, short
 from spes_p2p.state.hashes import split_hashes
@@ -40,7 +39,6 @@ class CandidateState:
     _layout: Layout
     _merge_top_k: int
     _is_bound: Callable[[Hash], bool]
-    _merge_kind: MergeKind = "paper"
 
     def __post_init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -148,7 +146,7 @@ class CandidateState:
         staging = self._opened()
         self._has_state = True
         if merge is not None:
-            merge_columns(self._layout, staging, merge.neighbours, merge.alpha, staging.write_state, self._merge_kind)
+            merge_columns(self._layout, staging, merge.neighbours, merge.alpha, staging.write_state)
         return self._layout.root_of(staging.finish())
 
     def check(self, content: Content) -> None:

@@ -16,7 +16,7 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.forks import Line, has_quorum
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.consensus.rules import MergeKind, RunRules
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.requests import WiresRequest
 from spes_p2p.exchange.transfers import InThread, Transfers, fill_state
@@ -334,7 +334,7 @@ class CatchUp:
 
         missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has_wire(tile_id)}
         await self._transfers.tiles(missing, holders, take, wire_round=step.round, spread=True)
-        await self._in_thread(lambda: _merged(layout, staging, step, self._rules.merge_kind))
+        await self._in_thread(lambda: _merged(layout, staging, step))
 
     def _staging(self, manifest: Manifest, base_round: int) -> Staging:
         """That of an attempt before at the same state, else a fresh one."""
@@ -362,10 +362,10 @@ class _NoState:
         """Always None: no state is kept."""
 
 
-def _merged(layout: Layout, staging: Staging, step: Manifest, kind: MergeKind) -> None:
+def _merged(layout: Layout, staging: Staging, step: Manifest) -> None:
     """The round's merge, if it had one; then the state is whole."""
     if step.merge is not None:
-        merge_columns(layout, staging, step.merge.neighbours, step.merge.alpha, staging.write_state, kind)
+        merge_columns(layout, staging, step.merge.neighbours, step.merge.alpha, staging.write_state)
     staging.finish()
 
 

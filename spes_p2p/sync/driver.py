@@ -166,9 +166,7 @@ class Driver:
         disk.bases.open(disk.chain, core.tip)
         for problem in disk.residuals.problems:
             hooks.notice(do.Notice("disk", problem))
-        self._candidate = CandidateState(
-            disk.store, run.layout, run.config.sync.merge_top_k, core.state.is_bound, context.rules.merge_kind
-        )
+        self._candidate = CandidateState(disk.store, run.layout, run.config.sync.merge_top_k, core.state.is_bound)
         self._candidate.enter(core.tip.round, outer_steps(context.rules, core.tip))
         self._dispatcher = Dispatcher(core, disk.votes, disk.chain, self._candidate, hooks, self, node.clock.now)
         self._tell = self._dispatcher.tell

@@ -10,30 +10,20 @@ operation rounded on its own (no fused multiply-add, no library sums):
     d = d * fp32(alpha / k)               alpha: the fp32-exact number of the manifest, divided in fp64, rounded once
     new e_i = d + e_i
 
-Two other kinds are there to be compared, not to be used:
-
-    released   as SPES's server does it: an expert's three matrices lie one after the other in an order that follows
-               from the hashes of strings, another for each expert, so that most merge with another kind of matrix. Here
-               the order is a hash of layer and expert
-    shrink     no neighbour: d = 0 - e_i. What neighbours that point elsewhere do to an expert's size, and no more
-
 All right-hand sides are values from before the merge. Subnormal numbers need the processor's usual mode: a process that
 turned on flush-to-zero gets other bits, which its root shows. Needs only numpy; knows neither rounds nor peers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.consensus.rules import MergeKind
 from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.state.hashes import HASH_THREADS
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
@@ -63,11 +53,6 @@ class LayerSpan:
     stop: int
     gate_start: int
     gate_stop: int
-
-    def matrix(self, index: int) -> tuple[int, int]:
-        """Where one of its three matrices lies, which have as many values each."""
-        size = (self.stop - self.start) // 3
-        return self.start + index * size, self.start + (index + 1) * size
 
 
 def layer_spans(layout: Layout) -> tuple[LayerSpan, ...]:
@@ -107,7 +92,6 @@ def merge_columns(
     neighbours: Neighbours,
     alpha: float,
     write: Callable[[int, Values], object],
-    kind: MergeKind = "paper",
 ) -> None:
     """Merges every expert with its neighbours and hands each new tile to `write(tile id, values)`, on a few threads.
 
@@ -122,7 +106,7 @@ def merge_columns(
     columns = [source.block(1 + expert) for expert in range(layout.num_columns)]
 
     def merge_tile(tile: Tile) -> None:
-        write(tile.id, _merged_tile(tile, columns, spans, neighbours, alpha, kind))
+        write(tile.id, _merged_tile(tile, columns, spans, neighbours, alpha))
 
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         for _ in pool.map(merge_tile, _across_columns(layout)):
@@ -163,36 +147,15 @@ def _merged_tile(
     spans: Sequence[LayerSpan],
     neighbours: Neighbours,
     alpha: float,
-    kind: MergeKind,
 ) -> Values:
     merged, expert = np.empty(tile.size, np.float32), tile.block - 1
     for layer, span in enumerate(spans):
-        near = neighbours[layer][expert]
-        for matrix in range(3):
-            start, stop = span.matrix(matrix)
-            for part in _chunks(max(tile.start, start), min(tile.stop, stop)):
-                own = columns[expert][part]
-                if kind == "shrink":
-                    others = [np.zeros_like(own)]
-                else:
-                    shifts = [_shift(kind, layer, span, matrix, (expert, other)) for other in near]
-                    others = [columns[e][part.start + by : part.stop + by] for e, by in zip(near, shifts, strict=True)]
-                merged[part.start - tile.start : part.stop - tile.start] = merge_values(own, others, alpha)
+        for part in _chunks(max(tile.start, span.start), min(tile.stop, span.stop)):
+            others = [columns[other][part] for other in neighbours[layer][expert]]
+            merged[part.start - tile.start : part.stop - tile.start] = merge_values(
+                columns[expert][part], others, alpha
+            )
     return merged
-
-
-def _shift(kind: MergeKind, layer: int, span: LayerSpan, matrix: int, experts: tuple[int, int]) -> int:
-    """How far the values of the second expert that flow into a matrix of the first lie beyond their usual place."""
-    if kind != "released":
-        return 0
-    own, other = (matrix_order(layer, expert) for expert in experts)
-    return span.matrix(other[own.index(matrix)])[0] - span.matrix(matrix)[0]
-
-
-def matrix_order(layer: int, expert: int) -> tuple[int, ...]:
-    """Of gate, up and down (0, 1, 2) where a merge is `released`: any of the six, by a hash."""
-    digest = hashlib.sha256(f"{layer}.{expert}".encode()).digest()
-    return tuple(permutations(range(3)))[int.from_bytes(digest, "big") % 6]
 
 
 def _chunks(start: int, stop: int) -> Iterator[slice]:

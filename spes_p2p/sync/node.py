@@ -189,7 +189,6 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         steps_per_round=lambda step: steps_per_round_at(config, step),
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
-        merge_kind=sync.merge_kind,
         exchange=sync.enabled,
         expert_rounds=sync.column_rounds,
         fragments=sync.fragments,

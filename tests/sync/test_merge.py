@@ -10,22 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.consensus.rules import MergeKind, merge_alpha_for
+from spes_p2p.consensus.rules import merge_alpha_for
 from spes_p2p.errors import ConfigError, LocalProtocolError
-from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout, StateTensor, Values
 from spes_p2p.sync.merge import (
     layer_spans,
-    matrix_order,
     merge_alpha,
     merge_columns,
     merge_values,
     nearest_experts,
 )
-from tests.simulation.memory_swarm import MemorySwarm
 from tests.simulation.sim_state import run_rules
 from tests.state.small import new_values, small_layout, small_store, stage_round
-from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 
 MATRICES = ("gate", "up", "down")
 
@@ -53,11 +49,9 @@ def random_blocks(layout: Layout, seed: int = 1) -> Blocks:
     return Blocks(layout, new_values(layout, seed))
 
 
-def merged(
-    before: Blocks, neighbours: tuple[tuple[tuple[int, ...], ...], ...], alpha: float, kind: MergeKind = "paper"
-) -> Blocks:
+def merged(before: Blocks, neighbours: tuple[tuple[tuple[int, ...], ...], ...], alpha: float) -> Blocks:
     after = Blocks(before.layout, [values.copy() for values in before.blocks])
-    merge_columns(before.layout, before, neighbours, alpha, after.write, kind)
+    merge_columns(before.layout, before, neighbours, alpha, after.write)
     return after
 
 
@@ -108,54 +102,6 @@ def test_all_matrices_move_towards_the_neighbours_of_their_layer(tile_values: in
                     after.matrix(layer, expert, matrix), own + alpha * mean, rtol=1e-5, atol=1e-6
                 )
     np.testing.assert_array_equal(after.blocks[0], before.blocks[0])
-
-
-@pytest.mark.parametrize("tile_values", [5, 1024])
-def test_released_merges_the_matrices_in_the_orders_that_two_experts_have_them(tile_values: int) -> None:
-    """Three matrices of one expert, joined in its order, move towards those of another, joined in that one's."""
-    before = random_blocks(small_layout(columns=4, tile_values=tile_values))
-    neighbours = (((1, 2), (3, 0), (0, 1), (2, 1)), ((3, 1), (2, 3), (3, 0), (0, 2)))
-    after, mixed = merged(before, neighbours, 0.25, "released"), 0
-    for layer, of_layer in enumerate(neighbours):
-        joined = [
-            [before.matrix(layer, expert, MATRICES[at]).reshape(-1) for at in matrix_order(layer, expert)]
-            for expert in range(4)
-        ]
-        for expert, others in enumerate(of_layer):
-            own = np.concatenate(joined[expert]).astype(np.float64)
-            expected = own + 0.25 * np.mean([np.concatenate(joined[other]) - own for other in others], axis=0)
-            order = matrix_order(layer, expert)
-            found = np.concatenate([after.matrix(layer, expert, MATRICES[at]).reshape(-1) for at in order])
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-            mixed += any(matrix_order(layer, other) != order for other in others)
-    assert mixed > 4
-
-
-def test_the_orders_are_all_six() -> None:
-    assert len({matrix_order(layer, expert) for layer in range(4) for expert in range(32)}) == 6
-
-
-def test_shrink_takes_alpha_of_everything_and_nothing_from_anybody() -> None:
-    before = random_blocks(small_layout(columns=2))
-    after = merged(before, (((1,), (0,)),) * 2, 0.25, "shrink")
-    for was, now in zip(before.blocks[1:], after.blocks[1:], strict=True):
-        np.testing.assert_allclose(now, 0.75 * was, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["released", "shrink"])
-def test_a_swarm_agrees_on_such_a_merge_and_who_was_away_makes_it_too(folder: Path, kind: str) -> None:
-    async def play(swarm: MemorySwarm) -> None:
-        await swarm.start(["a", "b", "c"])
-        await swarm.until_round(3)
-        await swarm.peers[PeerId("c")].kill()
-        await swarm.until_round(5, ["a", "b"])
-        await swarm.add("c")
-        await until(counts(swarm, "c"))
-        assert sum(commit.manifest.merge is not None for commit in commits(swarm)) > 2
-        check_agreement(swarm)
-        assert not [notice for life in swarm.up for notice in life.notices if notice.kind == "arithmetic"]
-
-    in_swarm(folder, play, small_config(f"sync.merge_kind={kind}", "sync.merge_interval=10", "sync.merge_alpha=0.3"))
 
 
 def test_the_order_of_the_operations_is_that_of_the_docstring() -> None:
