@@ -2,7 +2,7 @@
 
 Each peer trains the shared weights and a few of the experts; every round the peers average what they trained, vote on
 the result, and go on from the same bits. The program is `spes-p2p` (`cli`). From code, `Run`, `Peer`, `Swarm` and
-`evaluate` do what it does, also with a `Model` of one's own (`api`, docs/api.md). Below them:
+`evaluate` do what it does (`api`, docs/api.md). Below them:
 
     config.load.load_config           a run, from YAML and dotted overrides
     peer.run.run_peer                 one peer of a run, from its options to its end
@@ -18,10 +18,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Model", "Peer", "Run", "Swarm", "__version__", "evaluate"]
+__all__ = ["Peer", "Run", "Swarm", "__version__", "evaluate"]
 
 __version__ = "0.1.0"
-_LAZY = frozenset({"Model", "Peer", "Run", "Swarm", "evaluate"})
+_LAZY = frozenset({"Peer", "Run", "Swarm", "evaluate"})
 
 
 def __getattr__(name: str) -> Any:

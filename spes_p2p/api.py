@@ -15,26 +15,22 @@ from pathlib import Path
 from threading import Event as Flag
 from typing import Any
 
-from torch import nn
-
 from spes_p2p.config.fingerprint import fingerprint
-from spes_p2p.config.load import load_config, published_config
+from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import ConfigError
 from spes_p2p.interop.card import Facts
 from spes_p2p.interop.evaluate import Score, chosen_tasks
 from spes_p2p.interop.evaluate import evaluate as _evaluate
-from spes_p2p.interop.own import Model, OwnStart, run_layout
 from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until, with_start_folder
-from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
+from spes_p2p.peer.export import ExportOptions, run_export
 from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path, meeting
 from spes_p2p.peer.run import run_peer
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.sync.report import RunReport, read_report
 
-__all__ = ["Model", "Peer", "Run", "Swarm", "evaluate"]
+__all__ = ["Peer", "Run", "Swarm", "evaluate"]
 
 Say = Callable[[str], None]
 
@@ -46,18 +42,11 @@ def _nothing(text: str) -> None:
 class Run:
     """A run as its organiser sees it: a config, and a bootstrap node for it."""
 
-    def __init__(self, config: str | Path, *overrides: str, model: Model | None = None) -> None:
-        """`config` is a YAML file or the name of a bundled one; `overrides` as on the command line.
-
-        `model`: a model of one's own, trained in the place of the config's. Raises ConfigError where settings do not go
-        with it.
-        """
+    def __init__(self, config: str | Path, *overrides: str) -> None:
+        """`config` is a YAML file or the name of a bundled one; `overrides` as on the command line."""
         self.path = Path(config)
         self.overrides = overrides
-        self.model = model
         self.config: Config = load_config(config_path(self.path), overrides)
-        if model is not None:
-            self.config = model.config_of(self.config, OwnStart(model, self.config).root())
 
     @property
     def fingerprint(self) -> str:
@@ -77,7 +66,6 @@ class Run:
         network = NetworkOptions(host_maddrs=host_maddrs)
         options = BootstrapOptions(
             network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from,
-            model=self.model,
         )  # fmt: skip
         options = with_start_folder(options, say)
         ready, said = Flag(), list[str]()
@@ -113,7 +101,6 @@ class Peer:
         """`initial_peers`: addresses of live nodes, or an invitation.
 
         `options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `max_experts`.
-        If the run trains a custom model of its organiser, pass the same one as `model`.
         """
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         run = meeting((), words, options.pop("run_id", None), options.pop("fingerprint", None))
@@ -142,16 +129,6 @@ class Peer:
             bus.close()
         if last_words:
             say(last_words)
-
-    def load(self) -> nn.Module:
-        """A model of one's own with the committed values of this peer's newest checkpoint. Raises CheckpointError."""
-        if self._options.model is None:
-            raise ConfigError(
-                "this peer was made without a `model`", fix="pass model=..., or use spes_p2p.Swarm.export"
-            )
-        checkpoint = find_checkpoint(self.folder, _nothing)
-        config = published_config(checkpoint.run["config"], origin=f"the config in {checkpoint.folder}")
-        return self._options.model.load(checkpoint.version(run_layout(config, self._options.model)))
 
 
 class Swarm:

@@ -121,11 +121,6 @@ def _show_tuning(tuning: Tuning) -> None:
 def _check_plannable(config: Config, ranks: int) -> None:
     from spes_p2p.errors import ConfigError
 
-    if config.model.own_layout:
-        raise ConfigError(
-            f"run {config.run.run_id} trains a custom model, whose size its config does not say",
-            fix="measure it where the model is; plan counts the model that the config describes",
-        )
     if config.optimizer.batch_sequences % ranks:
         raise ConfigError(
             f"--local-ranks is {ranks}, which does not divide optimizer.batch_sequences "

@@ -47,7 +47,9 @@ class Removed(NamedTuple):
         return self.fix or f"remove the line {key.rpartition('.')[2]}; docs/tried.md says what became of it"
 
 
-REMOVED: dict[str, Removed] = {}
+REMOVED: dict[str, Removed] = {
+    "model.own_layout": Removed("", "fork the model: docs/api.md says which files"),
+}
 """By dotted key, one row for each field that was taken out. Who takes a field out of the schema adds its row here.
 
 A file or an override of this machine that names one is refused with one error that says so, whatever the value. A

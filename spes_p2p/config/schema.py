@@ -125,11 +125,6 @@ class Config(Section):
                 f"model.document_end is {end}, but model.vocab_size is {self.model.vocab_size}: no token has this id",
                 fix="set it to eos_id of the dataset's manifest.json, or to null",
             )
-        if end is not None and self.model.own_layout:
-            raise ConfigError(
-                f"model.document_end is {end}, but the run trains a custom model, which masks documents by itself",
-                fix="set model.document_end=null, and mask them in the model",
-            )
 
     def _check_guests(self) -> None:
         rank, experts = self.model.guest_rank, self.model.num_experts

@@ -96,12 +96,6 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The decoder-only Mixture-of-Experts transformer."""
 
-    own_layout: str = agreed(
-        "Hash of a custom model that is trained in place of this one (set by spes_p2p.Run(model=...), see "
-        "docs/api.md); then only vocab_size, num_experts (its columns) and this field of this section count.",
-        "",
-        pattern=r"^([0-9a-f]{64})?$",
-    )
     vocab_size: Positive = agreed("Number of token ids of the tokenizer.")
     embedding_rows: Positive = agreed("Rows of the embedding and of the output head (default: vocab_size).")
     d_model: Positive = agreed("Width of the residual stream.")
@@ -190,12 +184,6 @@ class ModelConfig(Section):
                 f"model.guest_rank is {self.guest_rank}, but the experts' matrices are only {narrowest} wide",
                 fix="set it to 16, for example, or to 0 to turn guests off",
             )
-        if self.guest_rank and self.own_layout:
-            raise ConfigError(
-                f"model.guest_rank is {self.guest_rank}, but the run trains a custom model, whose experts may have "
-                "any form",
-                fix="set model.guest_rank=0",
-            )
         if self.embedding_rows < self.vocab_size:
             raise ConfigError(
                 f"model.embedding_rows is {self.embedding_rows}, fewer than model.vocab_size ({self.vocab_size})",
@@ -206,7 +194,7 @@ class ModelConfig(Section):
     @property
     def router_learns(self) -> bool:
         """Whether the loss reaches the router; what is scaled to one is one whatever the router says."""
-        return not self.norm_topk or self.top_k > 1 or self.num_experts == 1 or bool(self.own_layout)
+        return not self.norm_topk or self.top_k > 1 or self.num_experts == 1
 
 
 class DataConfig(Section):

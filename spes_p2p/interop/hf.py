@@ -75,15 +75,7 @@ def state_tensors(model: ModelConfig) -> list[StateTensor]:
 
 
 def state_layout(config: Config) -> Layout:
-    """The grid of a run: where every value of its state lies, and how it travels.
-
-    Raises ConfigError where the run trains another model than the config's (see `own`).
-    """
-    if config.model.own_layout:
-        raise ConfigError(
-            f"run {config.run.run_id} trains a custom model of its organiser ({config.model.own_layout[:16]})",
-            fix="join it from Python with the same model: spes_p2p.Peer(..., model=...), see docs/api.md",
-        )
+    """The grid of a run: where every value of its state lies, and how it travels."""
     sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
     has_momentum = sync.outer != "none"
     layout = Layout(

@@ -43,7 +43,7 @@ class LossParts(NamedTuple):
     targets: Tensor
     """How many target tokens were counted: the weight of this micro-batch among others."""
     count_LE: Tensor
-    """Assignments of each expert in each layer, masked sequences too; [0, 0] for a model that does not say."""
+    """Assignments of each expert in each layer, masked sequences too."""
 
 
 class HeadSums(NamedTuple):

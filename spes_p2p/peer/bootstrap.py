@@ -23,7 +23,7 @@ from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, hel
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import made_folder, on_a_sound_disk
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.interop.own import Model, run_layout
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
@@ -37,7 +37,7 @@ from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOpti
 from spes_p2p.peer.remote_archive import RemoteArchive, run_as_it_began
 from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.peer.run_data import open_run_data
-from spes_p2p.peer.start_state import make_own_start, make_start, start_folder, start_from, start_from_own
+from spes_p2p.peer.start_state import make_start, start_folder, start_from
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
@@ -69,10 +69,10 @@ class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
     `archive`: where to keep the newest state too, a folder or a URL that fsspec opens (None: nowhere). `init_from`: a
-    Hugging Face folder, or ORG/NAME of the hub, whose values the run starts from (None: made from its seed). `model`: a
-    model of one's own that the run trains. `serve`: take part, without training, as the public peer of the others.
-    `mirror`: the run to mirror, in the place of a config; `max_data_disk`: bytes of its data that are copied, where
-    `data` names no copy. `metrics_port`: where Prometheus may ask at `metrics_host` (None: nowhere).
+    Hugging Face folder, or ORG/NAME of the hub, whose values the run starts from (None: made from its seed). `serve`:
+    take part, without training, as the public peer of the others. `mirror`: the run to mirror, in the place of a
+    config; `max_data_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`: where
+    Prometheus may ask at `metrics_host` (None: nowhere).
     """
 
     network: NetworkOptions
@@ -82,7 +82,6 @@ class BootstrapOptions:
     overrides: tuple[str, ...] = ()
     archive: str | None = None
     init_from: Path | None = None
-    model: Model | None = None
     serve: bool = False
     mirror: JoinTarget | None = None
     max_data_disk: int = DEFAULT_MAX_DATA_DISK
@@ -151,8 +150,6 @@ async def _read_run(options: BootstrapOptions, say: Say) -> _Found:
     start = options.init_from
     if start is not None:
         config = start_from(start, config, options.folder, say)
-    elif options.model is not None:
-        config = start_from_own(options.model, config, options.folder)
     at_hand = start if start is not None and start.is_dir() else None  # once the run has begun it may be gone
     return _Found(*await open_run_data(config, options.folder / DATA, at_hand, say))
 
@@ -221,7 +218,7 @@ class RunNode:
     def __init__(
         self, options: BootstrapOptions, found: _Found, info: RunInfo, network: HivemindNetwork, say: Say
     ) -> None:
-        layout = run_layout(found.config, options.model)
+        layout = state_layout(found.config)
         self._options = options
         self._config, self._data, self._mirror = found.config, found.data, found.mirror
         self._network, self._me = network, network.signer.peer_id
@@ -296,8 +293,6 @@ class RunNode:
         elif given and self._mirror is not None:
             await self._mirror.fetch_initial(store)
             return
-        elif options.model is not None:
-            work = partial(make_own_start, store, config, options.model)
         elif given:
             work = partial(make_start, store, layout, config, options.init_from)
         else:

@@ -87,7 +87,7 @@ def choose_cards(
         say("Apple's GPU computes in fp32 and keeps its memory while paused; nobody has trained on one yet")
     if device.type != "cuda":
         return ()
-    one = options.local_ranks is None and (device.index is not None or options.model is not None)
+    one = options.local_ranks is None and device.index is not None
     numbers = range(torch.cuda.device_count()) if device.index is None or not one else (device.index,)
     trouble = _troubles(numbers)
     able = [number for number in numbers if not trouble[number]]

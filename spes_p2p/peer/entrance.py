@@ -112,9 +112,9 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
         _check_same(expected, agreed, info)
     data = () if options.data is None else (f"data.path={options.data}",)
     config = apply_peer_overrides(agreed, [*options.overrides, *data])
-    from spes_p2p.interop.own import run_layout  # loads torch: who only looks at a run does without
+    from spes_p2p.interop.hf import state_layout  # loads torch: who only looks at a run does without
 
-    layout = run_layout(config, options.model)
+    layout = state_layout(config)
     if options.owned_experts is not None:
         check_columns(options.owned_experts, layout.num_columns)
     column_budget(options, config.swarm.experts_per_peer, 0, layout.num_columns)

@@ -22,7 +22,7 @@ from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.interop.own import run_layout
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
 from spes_p2p.peer.entrance import ANSWER_SECONDS, check_organiser
@@ -78,7 +78,7 @@ class Mirror:
                 f"{folder} holds the organiser's key of run {info.run_id}: it cannot be a mirror of this run",
                 fix="start it with --config as before, or give the mirror a folder of its own with --output",
             )
-        run = Run(info, config, run_layout(config, None))
+        run = Run(info, config, state_layout(config))
         claim_folder(folder / RUN, info, run.layout, network.signer.peer_id)
         say(f"mirroring run {info.run_id}: this node serves what it has, and signs nothing")
         return cls(network, run, folder, say)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spes_p2p.data.web_url import WebAccess
 from spes_p2p.errors import ConfigError, PermanentError
@@ -15,9 +14,6 @@ from spes_p2p.peer.pausing import Schedule
 from spes_p2p.planning.units import parse_bytes, parse_rate
 from spes_p2p.swarm.invite import MARK, Invite, decode, looks_like_invite
 from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
-
-if TYPE_CHECKING:
-    from spes_p2p.interop.own import Model
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
 DEFAULT_MAX_DATA_DISK = 20 * 10**9
@@ -131,11 +127,10 @@ class PeerOptions:
     alone. `owned_experts`: columns to claim (None: none by number). `max_experts`: most columns that it ever owns
     (None: what fits into memory). `until_round`: stop once the run has committed this round (None: go on until told to
     stop). `dump_rounds`: folder for what goes in and out of each round. `config_path`: the run must have this config.
-    `model`: the model of one's own that the run trains. `max_data_disk`: bytes of the run's data that are kept where
-    they come from other peers (`data` is None). `schedule`: hours in which to train (None: all). `metrics_port`: where
-    Prometheus may ask at `metrics_host` (None: nowhere). `web_data`: which web servers data is fetched from, of those
-    that the organiser names. `follow`: where the run has gone on twice, first digits of the child that this peer goes
-    on with (none: "").
+    `max_data_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
+    `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host` (None:
+    nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names. `follow`: where
+    the run has gone on twice, first digits of the child that this peer goes on with (none: "").
     """
 
     network: NetworkOptions
@@ -151,7 +146,6 @@ class PeerOptions:
     dump_rounds: Path | None = None
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
-    model: Model | None = None
     max_data_disk: int = DEFAULT_MAX_DATA_DISK
     organiser: PeerId | None = None
     token: bytes = b""

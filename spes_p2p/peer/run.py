@@ -26,7 +26,6 @@ from spes_p2p.errors import ConfigError, PermanentError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.files import make_folder, on_a_sound_disk
 from spes_p2p.ids import NO_HASH, PeerId, short
-from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import EventBus, LastError, Note, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
@@ -58,7 +57,6 @@ from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.judge import HeldOutJudge
-from spes_p2p.train.own import own_trainer
 from spes_p2p.train.stages import Place, Restored
 from spes_p2p.train.step import pinned
 from spes_p2p.train.trainer import Trainer
@@ -156,10 +154,7 @@ def _run_connected(
 
 
 def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Ranks, say: Say) -> tuple[Config, int]:
-    """The config with what this machine has memory for, and for how many columns; 0 where nobody can say."""
-    if options.model is not None:
-        check_own_settings(agreed)
-        return agreed, 0
+    """The config with what this machine has memory for, and for how many columns."""
     memory = measure_ranks(device, ranks)
     config, words = fit_config(agreed, options, memory)
     if words:
@@ -169,8 +164,6 @@ def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Rank
 
 
 def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: torch.device, ranks: Ranks) -> Trainer:
-    if options.model is not None:
-        return own_trainer(options.model, config, layout, device)
     trainer = Trainer(config, layout, device, ranks)
     trainer.sizes_to_time = sizes_to_time(config, options, device, ranks.world_size)
     return trainer
@@ -187,9 +180,9 @@ def _train(
     pause.on_change(lambda why: _note_pause(why, connection, bus))
     connection.wishes.pause(pause.active)
     tip = connection.enter(columns)
-    if trial_sequences(config) and options.model is None:
+    if trial_sequences(config):
         connection.disk.judge = HeldOutJudge(config, learning.dataset)
-    if connection.driver.core.state.rules.audited_work and options.model is None:
+    if connection.driver.core.state.rules.audited_work:
         connection.disk.work_judge = MemoryJudge(config, learning.dataset)
     farewell = Farewell(connection, options)
     say(about_itself(me, tip.manifest))
@@ -262,18 +255,11 @@ def _ranks(
     say: Say,
 ) -> Iterator[Ranks]:
     """Those of an outer torchrun, else processes of our own; `lost` is told when one of these ends."""
-    if outer is not None and options.model is not None:
-        raise ConfigError("a model of your own cannot be trained under torchrun", fix="start it without torchrun")
     if outer is not None:
         yield outer
         return
     cards = choose_cards(options, device, batch_sequences, say)
     count = len(cards) or options.local_ranks or 1
-    if options.model is not None and count > 1:
-        raise ConfigError(
-            f"a model of your own can be trained by one rank only, not by {count}",
-            fix="start a peer for each GPU instead",
-        )
     if batch_sequences % count:  # the trainer would say so too, but only when all ranks are up
         raise ConfigError(
             f"a batch of {batch_sequences} sequences cannot be split over {count} ranks",

@@ -13,11 +13,9 @@ from spes_p2p.config.load import config_from_tree
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.errors import CheckpointError, ConfigError
-from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.hub import model_folder
 from spes_p2p.interop.importing import StartModel
-from spes_p2p.interop.own import Model, OwnStart
 from spes_p2p.interop.tokenizer import check_tokenizer
 from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.state.layout import Layout
@@ -71,29 +69,6 @@ def make_start(store: StateStore, layout: Layout, config: Config, source: Path |
         raise CheckpointError(
             f"the model in {source} hashes to {version.root.hex()[:16]}, but the run starts from {wanted[:16]}",
             fix="give the folder that the run was started from, unchanged",
-        )
-    return version
-
-
-def start_from_own(model: Model, config: Config, folder: Path) -> Config:
-    """The config of the run that trains a model of one's own, from the values that its factory gives.
-
-    Where the run of the organiser's `folder` has begun, its genesis says what it started from. Raises ConfigError.
-    """
-    root = _begun(folder)
-    start = Hash(bytes.fromhex(root)) if root is not None else OwnStart(model, config).root()
-    return model.config_of(config, start)
-
-
-def make_own_start(store: StateStore, config: Config, model: Model) -> Version:
-    """Puts those values into an empty store. Raises ConfigError where the factory gives others now."""
-    version = store.create_initial(OwnStart(model, config))
-    if version.root.hex() != config.run.initial_state:
-        store.drop(version.round)
-        raise ConfigError(
-            f"the model's factory gave values that hash to {version.root.hex()[:16]} now, but to "
-            f"{config.run.initial_state[:16]} before",
-            fix="let the factory draw random numbers only from torch's default generator",
         )
     return version
 

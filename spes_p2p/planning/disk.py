@@ -90,9 +90,8 @@ def _snapshot_bytes(config: Config, sizes: Sizes, owned: int) -> int:
     count = 3 if config.sync.overlap else 2
     if not _is_audited(config):
         return count * VALUE_BYTES * sizes.trained(owned)
-    audits_work = not config.model.own_layout
     sent = _sent_bytes(config, sizes.shared, owned * sizes.column)
-    return (count + audits_work) * VALUE_BYTES * sizes.trained(owned) + (1 + audits_work) * sent
+    return (count + 1) * VALUE_BYTES * sizes.trained(owned) + 2 * sent
 
 
 def _left_out_bytes(config: Config, sizes: Sizes, owned: int) -> tuple[int, int]:

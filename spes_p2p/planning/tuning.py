@@ -213,7 +213,7 @@ def _vocabulary_seldom(config: Config) -> list[Choice]:
     sizes, sync = Sizes.of(config.model), config.sync
     if sizes.vocabulary < MUCH_VOCABULARY * sizes.shared or sizes.vocabulary < sync.tile_values:
         return []
-    if sync.vocabulary_rounds > 1 or sync.outer != "none" or config.model.own_layout or _is_audited(config):
+    if sync.vocabulary_rounds > 1 or sync.outer != "none" or _is_audited(config):
         return []
     overrides, measured = (f"sync.vocabulary_rounds={VOCABULARY_ROUNDS}",), f"vocabulary-{VOCABULARY_ROUNDS}"
     return [Choice(overrides, f"embedding and head are averaged once in {VOCABULARY_ROUNDS} rounds", measured)]

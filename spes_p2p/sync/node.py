@@ -159,7 +159,7 @@ def can_be_audited(config: Config, layout: Layout) -> bool:
 
 def audited_work(config: Config, info: RunInfo, layout: Layout) -> float:
     """The most of a round's training and bytes that audits of who trained take; 0 where nobody could audit."""
-    is_known = info.dataset != NO_HASH and not config.model.own_layout  # what was trained on, and by which model
+    is_known = info.dataset != NO_HASH  # what was trained on
     return AUDITED_WORK * config.sync.audited_share if is_known and can_be_audited(config, layout) else 0.0
 
 

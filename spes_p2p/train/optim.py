@@ -30,7 +30,6 @@ from spes_p2p.experts.guests import MATRICES
 from spes_p2p.experts.masters import halves_of
 from spes_p2p.experts.shards import Share, own_rows, read
 from spes_p2p.experts.stores import PARTS
-from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import named_shared
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.train.moment_store import (
@@ -94,7 +93,7 @@ class Optimizer:
         moments = (tensor for group in groups for kept in group.moments.values() for tensor in kept.values())
         return sum(tensor.nbytes for tensor in moments)
 
-    def rebuild(self, model: Transformer | OwnModel, keep_moments: bool, ramp_fresh: bool) -> None:
+    def rebuild(self, model: Transformer, keep_moments: bool, ramp_fresh: bool) -> None:
         """Takes the model's present parameters; groups that were there keep their moments if `keep_moments`.
 
         With `ramp_fresh`, the learning rate of all other groups rises over their first steps.
@@ -104,12 +103,11 @@ class Optimizer:
             for parameter in model.parameters():
                 parameter.grad_dtype = self._gradient_dtype
         before = self._groups if keep_moments else {}
-        self._banks = model.banks if isinstance(model, Transformer) else ()
+        self._banks = model.banks
         rows = list(_rows(self._banks))
         self._masters = {id(row): (master, index) for row, master, index in rows}
         self._groups = {}
-        groups = _tensors(model, rows) if isinstance(model, Transformer) else _tensors_of_own(model)
-        for column, tensors in groups:
+        for column, tensors in _tensors(model, rows):
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
         guests = self.guests if keep_moments else {}
@@ -127,8 +125,7 @@ class Optimizer:
         """Trains it no more."""
         self.guests.pop(column, None)
 
-    def _guest_tensors(self, model: Transformer | OwnModel, column: int) -> dict[str, nn.Parameter]:
-        assert isinstance(model, Transformer)
+    def _guest_tensors(self, model: Transformer, column: int) -> dict[str, nn.Parameter]:
         tensors = {}
         for layer, bank in enumerate(model.banks):
             assert bank.guests is not None
@@ -191,7 +188,7 @@ class Optimizer:
     def _from_bank_to_bank(self, act: Callable[[Group, list[str]], None]) -> None:
         """Acts on all tensors of all groups, those of owned experts in a bank at a time, while its masters are fp32."""
         for group in (*self.groups, *self.guests.values()):
-            if group.column is None or group.is_guest or not self._banks:
+            if group.column is None or group.is_guest:
                 act(group, list(group.tensors))
         for layer, bank in enumerate(self._banks):
             with bank.masters_in_fp32():
@@ -298,12 +295,6 @@ def _rows(banks: Iterable[ExpertBank]) -> Iterator[tuple[nn.Parameter, nn.Parame
             for master in masters:
                 for index in range(len(master)):
                     yield nn.Parameter(master.detach()[index]), master, index
-
-
-def _tensors_of_own(model: OwnModel) -> Iterator[tuple[int | None, dict[str, nn.Parameter]]]:
-    yield None, model.parameters_of(0)
-    for column in model.owned:
-        yield column, model.parameters_of(1 + column)
 
 
 def _tensors(

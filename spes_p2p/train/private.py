@@ -1,4 +1,4 @@
-"""What a peer must save beside the committed state to go on exactly: values in training, moments, counts, RNG.
+"""What a peer must save beside the committed state to go on exactly: values in training, moments, counts.
 
 `private_state` gives a tree of plain values and the very tensors that are trained, on their device, so that saving them
 one after the other takes no memory; it is the same at every rank, but for moments and values that are dealt to them
@@ -23,7 +23,6 @@ from spes_p2p.train.ddp import broadcast_array
 from spes_p2p.train.guests import SavedGuest
 from spes_p2p.train.kept_gradients import KeptGradients
 from spes_p2p.train.moment_store import Form, Stored, form_of, stored_shapes
-from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
 FORMAT = 2
@@ -42,7 +41,6 @@ def private_state(trainer: RankTrainer) -> dict[str, Any]:
         "owned": trainer.owned,
         "groups": [_group_state(trainer, group) for group in trainer.optimizer.groups],
         "guests": [_guest_state(column, one) for column, one in saved_guests.items()],
-        "rng": random_state(trainer.ranks.device),
     }
 
 
@@ -75,8 +73,6 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
         pairs = zip(plain["guests"], saved_guests, strict=True)
         trainer.guests.restore({guest["column"]: _received_guest(trainer, guest, own) for guest, own in pairs})
     trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
-    if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
-        restore_random_state(trainer.ranks.device, state["rng"])
 
 
 def _load_groups(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
@@ -172,7 +168,7 @@ def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
     if [group["column"] for group in state["groups"]] != wanted:
         raise CheckpointError(f"the training state does not hold the groups {wanted}", fix=_FIX)
     for group in state["groups"]:
-        shapes = shared if group["column"] is None else trainer.trained.column_shapes(group["column"])
+        shapes = shared if group["column"] is None else trainer.trained.column_shapes()
         for name, shape in shapes.items():
             entry = group["tensors"][name]
             kept = stored_shapes(shape, form_of(entry)) if group["steps"] else {}

@@ -23,7 +23,6 @@ from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.experts.shards import Share
 from spes_p2p.model.compiling import as_it_is
 from spes_p2p.model.params import deal_values, guest_parameters
-from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import Layout, Values
@@ -35,10 +34,9 @@ from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_me
 from spes_p2p.train.moment_store import Stored
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_norm, gradients_of
 from spes_p2p.train.parking import Parked
-from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, sum_dtype, to_device
-from spes_p2p.train.trained_model import TrainedModel, TrainedTransformer
+from spes_p2p.train.trained_model import TrainedTransformer
 
 
 class RankTrainer:
@@ -49,7 +47,7 @@ class RankTrainer:
         config: Config,
         layout: Layout,
         ranks: Ranks,
-        make_model: Callable[[Config, torch.device], TrainedModel] = TrainedTransformer,
+        make_model: Callable[[Config, torch.device], TrainedTransformer] = TrainedTransformer,
     ) -> None:
         self.config, self.layout, self.ranks = config, layout, ranks
         """`config` as given, or with less memory where that had to be."""
@@ -71,14 +69,14 @@ class RankTrainer:
         self.deals_values = self.shares and config.optimizer.sharding == "zero3"
         """Whether it has that part alone of shared values and masters: whoever reads them must ask all ranks."""
         self._share = Share(ranks.rank, ranks.world_size, ranks.group) if self.shares else Share()
-        if self.deals_values and isinstance(self.model, Transformer):
+        if self.deals_values:
             deal_values(self.model, self._share)
         self.optimizer = Optimizer(config.optimizer, self._share)
         self.loss_scale = LossScale(half_dtype(ranks.device))
         self.guests: GuestWork | None = None
         """What is trained in columns of others, in a run that has guests."""
-        if config.model.guest_rank and isinstance(self.trained, TrainedTransformer):
-            self.guests = GuestWork(self.trained.module, self.trained.table, self.optimizer, ranks)
+        if config.model.guest_rank:
+            self.guests = GuestWork(self.model, self.trained.table, self.optimizer, ranks)
         self.forward: nn.Module | None = None
         """The model, or what is around it (DDP, KeptGradients), from the first `set_owned` on."""
         self._rehearsed = False
@@ -151,11 +149,10 @@ class RankTrainer:
                 gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
             compiled = self.config.model.torch_compile is not False
             in_fp32_here = self.ranks.world_size == 1 and not _has_bf16_gradients(self.config)
-            if in_fp32_here and isinstance(self.model, Transformer):
+            if in_fp32_here:
                 self.model.add_gradients_in_place()
             if self.shares or _has_bf16_gradients(self.config):
-                whole = guest_parameters(self.model) if isinstance(self.model, Transformer) else ()
-                rounds = (self.model.head.weight,) if isinstance(self.model, Transformer) else ()
+                whole, rounds = guest_parameters(self.model), (self.model.head.weight,)
                 dtype = torch.bfloat16 if _has_bf16_gradients(self.config) else torch.float32
                 self.forward = KeptGradients(self.model, self.ranks, self._share, dtype, whole, rounds)
             else:
@@ -170,7 +167,7 @@ class RankTrainer:
             raise LocalProtocolError("train_step before the first adopt: the model has no values")
         if not self._rehearsed:
             self._rehearse(self.forward, batch)
-        started, random = time.perf_counter(), random_state(self.ranks.device)
+        started = time.perf_counter()
         scale = self.loss_scale.value
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps, self.decay)
@@ -179,7 +176,6 @@ class RankTrainer:
             found = self._totals_of_step(self.forward, batch, factor, should_drop)
             if found is None:
                 self.clear_gradients()
-                restore_random_state(self.ranks.device, random)
                 self.loss_scale.value = scale
                 return None
             losses, norm_value, counts = found
@@ -187,7 +183,6 @@ class RankTrainer:
             if finite or not all(map(math.isfinite, losses)) or not self.loss_scale.shrink():
                 break
             self.clear_gradients()
-            restore_random_state(self.ranks.device, random)
         if finite:
             self._update(self.forward, norm_value, lr)
         else:
@@ -286,8 +281,7 @@ class RankTrainer:
         if after is None:
             return ""
         self.config = after.applied(self.config)
-        if isinstance(self.model, Transformer):
-            self.model.config = self.config.model
+        self.model.config = self.config.model
         self.clear_gradients()
         gc.collect()
         forget_peak(self.ranks.device)
@@ -356,7 +350,7 @@ def totals_of(
     sequences, counted = len(batch.tokens), max(1, int(batch.loss_mask.sum()))
     losses = cross_entropy / counted, load_balancing / sequences, router_z / sequences, output_z / counted
     width = count_LE.shape[1]
-    counts = tuple(tuple(map(int, flat[at : at + width])) for at in range(0, len(flat), width or 1))
+    counts = tuple(tuple(map(int, flat[at : at + width])) for at in range(0, len(flat), width))
     return losses, norm_value, counts
 
 

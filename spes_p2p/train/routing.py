@@ -25,7 +25,7 @@ class LoadMeter:
 
     def add(self, result: StepResult) -> None:
         """Skipped steps are left out: what is not finite is routed anywhere."""
-        if result.skipped or not result.expert_counts:
+        if result.skipped:
             return
         count_LE = np.array(result.expert_counts, np.int64)
         self._count_LE = self._count_LE + count_LE if self._tokens else count_LE

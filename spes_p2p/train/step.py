@@ -55,8 +55,8 @@ class StepResult:
     seconds: float
     skipped: bool
     """Loss or gradient was not finite: no parameter was changed."""
-    expert_counts: tuple[tuple[int, ...], ...] = ()
-    """(token, slot) pairs that went to each expert, of each layer; empty where the model does not say."""
+    expert_counts: tuple[tuple[int, ...], ...]
+    """(token, slot) pairs that went to each expert, of each layer."""
 
 
 class MicroBatch(NamedTuple):

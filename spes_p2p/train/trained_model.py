@@ -1,17 +1,15 @@
-"""The model that a rank trains, and where its blocks are in it: ours, or (own.py) one of somebody's own."""
+"""The model that a rank trains, and where its blocks are in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import EllipsisType
-from typing import Protocol
 
 import torch
 
 from spes_p2p.config.schema import Config
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
-from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import ExpertPlace, load_block, read_block
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.layout import Values
@@ -20,28 +18,8 @@ ColumnPiece = tuple[str, slice | EllipsisType, slice]
 """(name in the optimizer, rows of that tensor, place in the column's block) of a part of a column."""
 
 
-class TrainedModel(Protocol):
-    """Values are NaN until they are loaded."""
-
-    @property
-    def module(self) -> Transformer | OwnModel:
-        """What is called, and what has the parameters."""
-
-    def load_block(self, block: int, values: Values) -> None:
-        """Copies flat fp32 values of block 0, the shared one, or of block 1 + column."""
-
-    def read_block(self, block: int) -> Values:
-        """The present values of block 0, or of an owned column, flat fp32."""
-
-    def column_shapes(self, column: int) -> dict[str, torch.Size]:
-        """The tensors of an owned column by their names in the optimizer."""
-
-    def column_pieces(self, column: int) -> Iterator[ColumnPiece]:
-        """Where the parts of a column are in the optimizer, in the order of its block of the state."""
-
-
 class TrainedTransformer:
-    """Our own model."""
+    """Values are NaN until they are loaded."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         settings = config.optimizer
@@ -50,16 +28,20 @@ class TrainedTransformer:
         self.module = Transformer(config.model, (), weights, device)
 
     def load_block(self, block: int, values: Values) -> None:
+        """Copies flat fp32 values of block 0, the shared one, or of block 1 + column."""
         load_block(self.module, self.table, block, values)
 
     def read_block(self, block: int) -> Values:
+        """The present values of block 0, or of an owned column, flat fp32."""
         return read_block(self.module, self.table, block)
 
-    def column_shapes(self, column: int) -> dict[str, torch.Size]:
+    def column_shapes(self) -> dict[str, torch.Size]:
+        """The tensors of an owned column by their names in the optimizer."""
         banks = enumerate(self.module.banks)
         return {f"layers.{at}.{part}": torch.Size(shape) for at, bank in banks for part, shape in bank.shapes.items()}
 
     def column_pieces(self, column: int) -> Iterator[ColumnPiece]:
+        """Where the parts of a column are in the optimizer, in the order of its block of the state."""
         start = 0
         for place in self.table[1 + column]:
             assert isinstance(place, ExpertPlace)

@@ -51,8 +51,7 @@ class Trainer:
     ) -> None:
         """Allocates the model on `device` (with several ranks, on the device of each); values come with `adopt`.
 
-        `rank_trainer` makes what rank 0 holds; the other ranks have our own model. Raises ConfigError where the batch
-        cannot be split over the ranks.
+        `rank_trainer` makes what rank 0 holds. Raises ConfigError where the batch cannot be split over the ranks.
         """
         ranks = ranks or Ranks()
         if ranks.rank:
@@ -187,7 +186,7 @@ class Trainer:
 
         A step whose loss or gradient is not finite changes nothing and says `skipped`. `should_drop` is asked between
         micro-batches with the share of them that is done; where it says so, the step did not happen, at any rank: None,
-        with values, moments, counts and random numbers as before. A step that runs out of memory is made again with a
+        with values, moments and counts as before. A step that runs out of memory is made again with a
         smaller micro-batch or more checkpointing, from then on; `take_notes` says so. Raises SpesError where nothing is
         left to save (several ranks find out before they wait for each other in the first step, and cannot step down in
         a later one), ConfigError where the batch cannot be split over the ranks.

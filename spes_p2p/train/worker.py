@@ -37,7 +37,6 @@ from spes_p2p.train.others import unpacked
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, private_state
 from spes_p2p.train.rank import RankTrainer, value_hashes
-from spes_p2p.train.trained_model import TrainedTransformer
 from spes_p2p.train.watchdog import Watchdog
 
 _START_SECONDS = 120.0
@@ -160,7 +159,6 @@ def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
 
 def _help_to_read(trainer: RankTrainer, block: int) -> None:
     """This rank's rows of a block, for rank 0, which alone has use for the whole on the host."""
-    assert isinstance(trainer.trained, TrainedTransformer)
     for where in trainer.trained.table[block]:
         place(trainer.trained.module, where)
 

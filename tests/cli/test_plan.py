@@ -138,8 +138,6 @@ def test_a_codec_is_marked_that_is_chosen_and_nothing_is_to_be_done_where_nobody
 
 
 def test_what_it_cannot_count_is_an_error() -> None:
-    own = refusal("--config", "tiny", f"model.own_layout={'a' * 64}", "sync.merge_alpha=0")
-    assert "run tiny trains a custom model, whose size its config does not say" in own
     odd = refusal("--config", "tiny", "--local-ranks", "3")
     assert "--local-ranks is 3, which does not divide optimizer.batch_sequences (8)" in odd
 

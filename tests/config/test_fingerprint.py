@@ -25,7 +25,6 @@ TINY = load_config(bundled_config("tiny"))
 TREE = TINY.model_dump()
 OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would not fit the rest
     "run.initial_state": "ab" * 32,
-    "model.own_layout": "ab" * 32,
     "model.document_end": 256,
     "model.embedding_rows": 300,
     "model.vocab_size": 256,

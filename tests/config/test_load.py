@@ -147,19 +147,12 @@ def test_a_decay_that_begins_in_the_warm_up_is_refused() -> None:
     assert error.value.fix == "set it to at most 980"
 
 
-def test_a_custom_model_masks_documents_by_itself() -> None:
-    assert tiny("model.document_end=256").model.document_end == 256
-    with pytest.raises(ConfigError, match="a custom model, which masks documents by itself"):
-        tiny("model.document_end=256", f"model.own_layout={'a' * 64}")
-
-
 @pytest.mark.parametrize(
     ("overrides", "message", "fix"),
     [
         ((), "model.guest_rank is 128, but the experts' matrices are only", "set it to 16, for example"),
         (("model.guest_rank=16", "swarm.experts_per_peer=8"), "trains all 8 experts: nobody is a guest", "=0"),
         (("model.guest_rank=16", "sync.enabled=false"), "peers exchange nothing", "=0"),
-        (("model.guest_rank=16", f"model.own_layout={'a' * 64}"), "a custom model", "=0"),
         (
             ("model.guest_rank=16", "model.expert_ffn=96"),
             "sync.tile_values is 65536, which splits rows",
@@ -309,7 +302,7 @@ def test_a_removed_field_of_this_machine_is_refused_by_name_whatever_its_value()
 
 @pytest.mark.usefixtures("a_removed_field")
 def test_a_published_config_of_an_older_version_loads_where_what_is_gone_had_its_default() -> None:
-    text = published_yaml(tiny())
+    text = published_yaml(tiny(), for_people=True)
     every = text
     for key, removed in REMOVED.items():
         every = _with(every, key, removed.default)

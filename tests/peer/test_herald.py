@@ -46,8 +46,7 @@ def test_a_router_that_never_learns_is_warned_of_before_the_run() -> None:
     assert warning in introduction(blind, RUN.info, None)
     assert warning not in introduction(blind, RUN.info, GENESIS)
     alone = ("model.num_experts=1", "swarm.experts_per_peer=1")
-    own = "model.own_layout=" + 64 * "0"
-    for learns in (("model.norm_topk=false",), ("model.top_k=2",), alone, (own,)):
+    for learns in (("model.norm_topk=false",), ("model.top_k=2",), alone):
         assert router_warning(small_config("model.top_k=1", "model.norm_topk=true", *learns)) is None
 
 

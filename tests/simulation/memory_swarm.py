@@ -18,7 +18,6 @@ from spes_p2p.consensus.messages import Intent
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.interop.own import OwnStart
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -45,8 +44,7 @@ class MemorySwarm:
     `peer_class`: how its peers train; they only pretend to, unless a subclass says otherwise.
 
     `leased`: whether the run has a dataset whose positions are leased; else peers use data of their own. `archive`:
-    whether the organiser keeps the newest state. `serve`: whether it is a member that trains nothing. `start`: of a run
-    with a model of one's own.
+    whether the organiser keeps the newest state. `serve`: whether it is a member that trains nothing.
     """
 
     peer_class: type[PretendPeer] = PretendPeer
@@ -59,7 +57,6 @@ class MemorySwarm:
         leased: bool = True,
         archive: bool = False,
         serve: bool = False,
-        start: OwnStart | None = None,
     ) -> None:
         self.folder = folder
         self.network = MemoryNetwork(seed)
@@ -67,8 +64,8 @@ class MemorySwarm:
         self.archive = archive
         self.serve = serve
         self.server_failures: list[BaseException] = []
-        layout = state_layout(config) if start is None else start.layout
-        self._start = start or InitialState(layout, config.run.seed, config.model.init_std)
+        layout = state_layout(config)
+        self._start = InitialState(layout, config.run.seed, config.model.init_std)
         self.run = Run(describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER), config, layout)
         self.peers: dict[PeerId, PretendPeer] = {}
         self.lives: list[PretendPeer] = []

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.loader import open_dataset
-from spes_p2p.interop.own import Model, OwnStart
 from tests.peer.real import SMALL, make_tokens
 from tests.simulation.training_swarm import Measure, train
 
@@ -45,44 +43,6 @@ def test_points_of_a_curve_are_taken_where_they_are_asked_for(data: Path, tmp_pa
     config = load_config(bundled_config("tiny"), overrides)
     found = train(config, tmp_path, open_dataset(config), Measure(steps=8, every_steps=3), CPU)
     assert [point.step for point in found.points] == [0, 4, 8]
-
-
-class Words(nn.Module):
-    """Two experts, mixed by what the token says; nothing of ours in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(257, 16)
-        self.gate = nn.Linear(16, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
-        self.head = nn.Linear(16, 257)
-
-    def forward(self, token_BS: Tensor) -> Tensor:
-        hidden = self.table(token_BS)
-        mixed = (
-            torch.stack([expert(hidden) for expert in self.experts], -1) * self.gate(hidden).softmax(-1)[..., None, :]
-        )
-        return self.head(hidden + mixed.sum(-1))
-
-
-def next_byte(module: nn.Module, token_BS: Tensor) -> Tensor:
-    logits = module(token_BS[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), token_BS[:, 1:].flatten())
-
-
-@pytest.mark.parametrize("outer", ["none", "nesterov"])
-def test_a_model_of_ones_own_learns_in_a_swarm(data: Path, tmp_path: Path, outer: str) -> None:
-    """Each peer owns one of its experts; what they hold in the end is the same, and better."""
-    model = Model(Words, next_byte, lambda name: int(name.split(".")[1]) if name.startswith("experts.") else None)
-    overrides = ("sync.merge_alpha=0", f"sync.outer={outer}", "swarm.experts_per_peer=1", "swarm.min_peers=2")
-    config = load_config(bundled_config("tiny"), [*SMALL, *overrides, f"data.path={data}", "optimizer.lr=0.02"])
-    config = model.config_of(config, OwnStart(model, config).root())
-    found = train(config, tmp_path, open_dataset(config), Measure(48), CPU, model=model)
-    losses = [point.held_out_loss for point in found.points]
-    assert losses[0] > losses[1] > losses[-1]
-    assert losses[-1] < 4.5  # bytes at random: 5.5
-    expert = sum(parameter.numel() for parameter in Words().experts[0].parameters())
-    assert found.held.trained == 4 * (sum(parameter.numel() for parameter in Words().parameters()) - expert)
 
 
 def _layout(config: Any) -> Any:

@@ -21,12 +21,11 @@ from spes_p2p.data.leases import Ranges, count
 from spes_p2p.data.loader import Batch, LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
-from spes_p2p.interop.own import Model, OwnStart, run_layout
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.memory import Held
-from spes_p2p.train.own import own_trainer
 from spes_p2p.train.stages import Load, Turn
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.work_judge import MemoryJudge
@@ -49,20 +48,12 @@ class TrainerOf:
         dataset: Dataset,
         device: torch.device,
         own_data_of: PeerId | None = None,
-        model: Model | None = None,
     ) -> None:
-        """`own_data_of`: nothing is leased, and this name gives the order in which the whole dataset is gone through.
-
-        `model`: a model of one's own that the run trains.
-        """
+        """`own_data_of`: nothing is leased, and this name gives the order in which the dataset is gone through."""
         self._config = config
         self._dataset = dataset
         self._loader = None if own_data_of is None else LocalLoader(dataset, config, own_data_of)
-        layout = run_layout(config, model)
-        if model is None:
-            self.trainer = Trainer(config, layout, device)
-        else:
-            self.trainer = own_trainer(model, config, layout, device)
+        self.trainer = Trainer(config, state_layout(config), device)
 
     def begin(self, owned: tuple[int, ...], values: BlockSource, step: int, round_steps: int = 0) -> None:
         self.trainer.adopt(owned, values, step, round_steps=round_steps)
@@ -115,11 +106,10 @@ class TrainingPeer(PretendPeer):
     async def start(self) -> None:
         swarm = cast(TrainingSwarm, self.swarm)
         own_data_of = None if swarm.leased else self.name
-        self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, own_data_of, swarm.model)
+        self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, own_data_of)
         self.work = replace(self.work, learner=self.learner)
-        if swarm.model is None:
-            self.column_judge = HeldOutJudge(swarm.config, swarm.dataset)
-            self.work_judge = MemoryJudge(swarm.config, swarm.dataset)
+        self.column_judge = HeldOutJudge(swarm.config, swarm.dataset)
+        self.work_judge = MemoryJudge(swarm.config, swarm.dataset)
         await super().start()
 
     def _begin(self, load: Load) -> None:
@@ -160,7 +150,7 @@ class Measure:
 
 
 class TrainingSwarm(MemorySwarm):
-    """An organiser and peers that train the model of `config`, or a `model` of one's own, on `dataset`."""
+    """An organiser and peers that train the model of `config` on `dataset`."""
 
     peer_class = TrainingPeer
     leased: ClassVar[bool] = False
@@ -173,16 +163,13 @@ class TrainingSwarm(MemorySwarm):
         dataset: Dataset,
         device: torch.device,
         measure: Measure,
-        model: Model | None = None,
     ) -> None:
-        start = None if model is None else OwnStart(model, config)
-        super().__init__(config, folder, config.run.seed, leased=self.leased, start=start)
-        self.model = model
+        super().__init__(config, folder, config.run.seed, leased=self.leased)
         self.dataset = dataset
         self.device = device
         self.report = measure.report
         self._measure = measure
-        self.evaluator = TrainerOf(config, dataset, device, model=model)
+        self.evaluator = TrainerOf(config, dataset, device)
 
     def is_due(self, step: int, points: Sequence[Point]) -> bool:
         """Whether a point of the curve is taken at this step."""
@@ -208,12 +195,11 @@ def train(
     dataset: Dataset,
     measure: Measure,
     device: torch.device,
-    model: Model | None = None,
 ) -> Training:
     """Trains with `swarm.min_peers` peers until the run has made `measure.steps` global steps."""
 
     async def play() -> Training:
-        swarm = TrainingSwarm(config, folder, dataset, device, measure, model)
+        swarm = TrainingSwarm(config, folder, dataset, device, measure)
         await swarm.start([f"peer-{number:03d}" for number in range(config.swarm.min_peers)])
         first = cast(TrainingPeer, swarm.peers[PeerId("peer-000")])
         while not first.points or first.points[-1].step < measure.steps:

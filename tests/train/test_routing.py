@@ -48,9 +48,3 @@ def test_steps_add_up_to_a_load_over_an_even_share() -> None:
     assert (load.highest, load.lowest) == ((3.0, 0.0, 1.5), (1.5, 0.0, 0.0))
     assert np.mean(load.mean) == 1.0
     assert meter.take(4) is None
-
-
-def test_a_model_that_does_not_say_has_no_load() -> None:
-    meter = LoadMeter()
-    meter.add(replace(RESULT, expert_counts=()))
-    assert meter.take(1) is None
