@@ -23,8 +23,8 @@ Level = Literal["ok", "warning", "failure"]
 LEAST_PYTHON = (3, 11)
 IN_USE_SHARE = 0.15
 """Share of a GPU's memory in use by other programs from which the doctor warns."""
-SLOW_BYTES_PER_SECOND = 250_000
-"""2 Mbit/s: below it a round of any published shape takes hours."""
+HOME_LINK = Link(2.5e6, 12.5e6)
+"""20 Mbit/s up and 100 down."""
 
 
 @dataclass(frozen=True)
@@ -183,22 +183,12 @@ def reach_check(is_public: bool | None, address: str) -> Check:
     return Check("reach", "warning", text, f"{fix} (it then also reduces for others)")
 
 
-def speed_check(up: float, down: float, peer: str, config: Config, owned: int, peers: int) -> Check:
-    """`up`, `down`: bytes a second against `peer`. `peers`: that the run has, this one counted."""
-    text = f"{_mbit(up)} up, {_mbit(down)} down, measured with {peer}"
-    if peers > 1:
-        cost = sync_costs(config, peers, owned, Link(up, down), None)[0]
-        assert cost.seconds is not None
-        sent = f"{bytes_text(cost.bytes_up)} up, {bytes_text(cost.bytes_down)} down"
-        text += f": a sync of {peers} peers ({sent}) takes {seconds_text(cost.seconds)}"
-    if min(up, down) < SLOW_BYTES_PER_SECOND:
-        return Check("speed", "warning", text, "use a faster link or a cable; a smaller run syncs in less time")
-    return Check("speed", "ok", text)
-
-
-def _mbit(bytes_per_second: float) -> str:
-    mbit = bytes_per_second * 8 / 1e6
-    return f"{mbit:.1f} Mbit/s" if mbit < 10 else f"{mbit:.0f} Mbit/s"
+def sync_check(config: Config, owned: int, peers: int) -> Check:
+    """What a sync takes of a link. `peers`: that the run has, this one counted."""
+    cost = sync_costs(config, peers, owned, HOME_LINK, None)[0]
+    assert cost.seconds is not None
+    text = f"one of {peers} peers sends {bytes_text(cost.bytes_up)} and receives {bytes_text(cost.bytes_down)}"
+    return Check("sync", "ok", f"{text}: {seconds_text(cost.seconds)} at 20 Mbit/s up and 100 down")
 
 
 def of_error(name: str, error: SpesError) -> Check:

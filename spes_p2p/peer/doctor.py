@@ -37,7 +37,7 @@ from spes_p2p.errors import (
 )
 from spes_p2p.exchange.piece_fetcher import fetch_catalogue
 from spes_p2p.files import make_folder
-from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.observe.metrics import amount_text
 from spes_p2p.peer.checks import (
     Check,
@@ -50,7 +50,7 @@ from spes_p2p.peer.checks import (
     machine_checks,
     of_error,
     reach_check,
-    speed_check,
+    sync_check,
 )
 from spes_p2p.peer.devices import choose_cards, limits_of, why_it_cannot_train
 from spes_p2p.peer.entrance import check_open, organiser_words
@@ -73,7 +73,6 @@ Tell = Callable[[Check], None]
 NETWORK_SECONDS = 22.0
 """Time limit of all checks that need other nodes; with the local checks, the doctor takes less than 30 s."""
 ANSWER_SECONDS = 5.0
-BUSY_PAUSE_SECONDS = 1.0
 MOST_ASKED = 2
 
 
@@ -82,9 +81,8 @@ class _Found:
     """What the network told."""
 
     config: Config | None = None
-    peers: int = 1
-    speed: tuple[float, float, PeerId] | None = None
-    """Bytes a second up and down, and against whom."""
+    peers: int = 0
+    """In the run, this one not counted."""
     grid: PieceGrid | None = None
     """Of the run's data; None where nobody said."""
 
@@ -118,10 +116,8 @@ def run_checks(
     if found.config is not None:
         for check in fit_checks(found.config, options, device, found.data_bytes):
             note(check)
-        if found.speed is not None:
-            up, down, peer = found.speed
-            owned = wanted_columns(found.config, options)
-            note(speed_check(up, down, short(peer), found.config, owned, found.peers + 1))
+        if found.peers:
+            note(sync_check(found.config, wanted_columns(found.config, options), found.peers + 1))
     is_vouched = found.config is not None and found.config.swarm.electors == "vouched"
     if is_vouched or makes_key:
         note(_id_check(options.folder, is_vouched))
@@ -208,7 +204,6 @@ async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Te
             note(Check("run", "ok", f"{group.run_id}, round {group.round}, {amount_text(found.peers, 'peer')}"))
         except PermanentError as error:
             note(of_error("run", error))
-        found.speed = await _speed(network, note)
         if info.dataset == NO_HASH:
             found.config = changed(found.config, ("data.source=local",))
             note(Check("data", "ok", OWN_DATA))
@@ -284,28 +279,6 @@ async def _why_not(url: str, access: WebAccess, grid: PieceGrid) -> str:
             return (await absent_on_web([WebFolder(url)], access, grid)).get(url, "")
     except TimeoutError:
         return f"no answer in {ANSWER_SECONDS:g} s"
-
-
-async def _speed(network: HivemindNetwork, note: Tell) -> tuple[float, float, PeerId] | None:
-    """Against the first of the initial peers that has time for it."""
-    reasons = []
-    for peer in [one.peer for one in network.reached][:MOST_ASKED]:
-        try:
-            down = await _measured(network, peer, upload=False)
-            return await _measured(network, peer, upload=True), down, peer
-        except (NetworkError, RemoteProtocolError) as error:
-            reasons.append(f"{short(peer)}: {error}")
-    note(Check("speed", "warning", f"could not be measured: {'; '.join(reasons)}", "try again in a minute"))
-    return None
-
-
-async def _measured(network: HivemindNetwork, peer: PeerId, upload: bool) -> float:
-    """Bytes per second to or from `peer`. Asks twice: `peer` may still be busy with the previous measurement."""
-    try:
-        return await network.transport.measure_speed(peer, upload, ANSWER_SECONDS)
-    except RemoteProtocolError:
-        await asyncio.sleep(BUSY_PAUSE_SECONDS)
-        return await network.transport.measure_speed(peer, upload, ANSWER_SECONDS)
 
 
 NVIDIA_SMI = "nvidia-smi"

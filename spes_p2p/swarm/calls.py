@@ -1,4 +1,4 @@
-"""The serving side of small calls: how many a caller may make, and how the answer or a refusal is encoded.
+"""The serving side of small calls: the door that all of them pass, and how the answer or a refusal is encoded.
 
 Both backends send answers in this form, so that a handler's reason reaches the caller instead of the text that a
 network library makes of an exception. How the bytes are sent is not decided here.
@@ -7,7 +7,7 @@ network library makes of an exception. How the bytes are sent is not decided her
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from spes_p2p.errors import LocalProtocolError, PeerClosed, RemoteProtocolError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_CALL_BYTES = 2 * 2**20
 """Bound of a request and of an answer; whatever is larger goes through `fetch`."""
+CALL_SLACK = 16
+"""Bytes that a backend may add to a request."""
 MAX_WORDS = 400
 _ANSWER, _REFUSAL = b"\0", b"\1"
 NOT_SERVING = b"\2"
@@ -30,28 +32,50 @@ CALLS = DoorLimits(Rate(100.0, 1000.0), Rate(50.0, 200.0), Rate(200.0, 1000.0))
 CALL_BYTES = DoorLimits(
     Rate(8 * 2.0**20, 64 * 2.0**20), Rate(256 * 2.0**10, 4 * 2.0**20), Rate(2 * 2.0**20, 16 * 2.0**20)
 )
+"""Of requests, and the same again of answers."""
+STRANGERS_UPLOAD = Rate(0.25, 2.0)
+"""Of a limited upload, what answers to strangers take at most: this share of it, and so many seconds of it at once."""
+Weigh = Callable[[bytes], float]
+"""What a request costs beside one call, in calls. Raises RemoteProtocolError for one that nobody can afford."""
 logger = logging.getLogger(__name__)
 
 
-class CallServer:
-    """Answers calls through `handler`, of each caller as many as it may make, and counts their bytes."""
+class CallDoor:
+    """Every call of another peer passes here, whatever it asks for: of each caller as many as it may make, and as many
+    bytes of requests and of answers. Counts them as traffic.
+    """
 
-    def __init__(self, handler: Handler, traffic: Traffic, is_member: Callable[[PeerId], bool] = anybody) -> None:
-        self._handler, self._traffic = handler, traffic
-        self._doors = Door(CALLS, is_member), Door(CALL_BYTES, is_member)
+    def __init__(self, traffic: Traffic, is_member: Callable[[PeerId], bool] = anybody) -> None:
+        self._traffic = traffic
+        self._calls, self._requests = Door(CALLS, is_member), Door(CALL_BYTES, is_member)
+        self._answers = Door(answer_limits(traffic.upload.bytes_per_second), is_member)
 
-    async def answer(self, caller: PeerId, request: bytes) -> bytes:
-        """What the handler says to the call, framed; see `answer`."""
+    async def answered(
+        self, caller: PeerId, request: bytes, answer: Callable[[], Awaitable[bytes]], weigh: Weigh | None = None
+    ) -> bytes:
+        """What `answer()` gives. Raises RemoteProtocolError where the caller may not ask for it now, or ever."""
         self._traffic.count_received(len(request))
-        reply = await self._answer(caller, request)
+        if len(request) > MAX_CALL_BYTES + CALL_SLACK:
+            raise RemoteProtocolError(f"the call has {len(request)} bytes, but at most {MAX_CALL_BYTES} are allowed")
+        doors = (self._calls, 1.0), (self._requests, float(len(request))), (self._answers, 0.0)
+        if not all(door.admits(caller, amount) for door, amount in doors):
+            raise RemoteProtocolError("too many calls in too short a time")
+        if weigh is not None:
+            self._calls.charge(caller, weigh(request))
+        reply = await answer()
+        self._answers.charge(caller, len(reply))
         self._traffic.count_sent(len(reply))
         return reply
 
-    async def _answer(self, caller: PeerId, request: bytes) -> bytes:
-        calls, sizes = self._doors
-        if not (calls.admits(caller) and sizes.admits(caller, len(request))):
-            return refusal("too many calls in too short a time")
-        return await answer(self._handler, caller, request)
+
+def answer_limits(upload_bytes_per_second: float | None) -> DoorLimits:
+    """Of the bytes of answers, where this peer sends at most so much."""
+    if upload_bytes_per_second is None:
+        return CALL_BYTES
+    share, burst = (upload_bytes_per_second * part for part in (STRANGERS_UPLOAD.per_second, STRANGERS_UPLOAD.burst))
+    of_strangers = (CALL_BYTES.stranger, CALL_BYTES.strangers)
+    stranger, strangers = (Rate(min(one.per_second, share), min(one.burst, burst)) for one in of_strangers)
+    return DoorLimits(CALL_BYTES.member, stranger, strangers)
 
 
 def check_request(request: bytes) -> None:

@@ -36,15 +36,11 @@ class DoorLimits:
 
 class _Bucket:
     def __init__(self, rate: Rate, now: float) -> None:
-        self._rate, self._left, self._at = rate, rate.burst, now
+        self._rate, self.left, self._at = rate, rate.burst, now
 
-    def has(self, amount: float, now: float) -> bool:
-        self._left = min(self._rate.burst, self._left + (now - self._at) * self._rate.per_second)
+    def fill(self, now: float) -> None:
+        self.left = min(self._rate.burst, self.left + (now - self._at) * self._rate.per_second)
         self._at = now
-        return amount <= self._left
-
-    def take(self, amount: float) -> None:
-        self._left -= amount
 
 
 class Door:
@@ -59,7 +55,20 @@ class Door:
         self._strangers: _Bucket | None = None
 
     def admits(self, caller: PeerId, amount: float = 1.0) -> bool:
-        """Whether `caller` may take so much now; it is then taken."""
+        """Whether `caller` may take so much now; it is then taken. Who is in debt may not take even nothing."""
+        buckets = self._buckets(caller)
+        if any(amount > bucket.left for bucket in buckets):
+            return False
+        for bucket in buckets:
+            bucket.left -= amount
+        return True
+
+    def charge(self, caller: PeerId, amount: float) -> None:
+        """Takes what was admitted before its size was known; who has less left is in debt."""
+        for bucket in self._buckets(caller):
+            bucket.left -= amount
+
+    def _buckets(self, caller: PeerId) -> list[_Bucket]:
         now, is_member = self._clock.now(), self._is_member(caller)
         limits = self._limits
         key = caller, is_member
@@ -71,8 +80,6 @@ class Door:
         if not is_member:
             self._strangers = self._strangers or _Bucket(limits.strangers, now)
             buckets.append(self._strangers)
-        if not all(bucket.has(amount, now) for bucket in buckets):
-            return False
         for bucket in buckets:
-            bucket.take(amount)
-        return True
+            bucket.fill(now)
+        return buckets

@@ -153,7 +153,7 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork, owner: MemoryPeer, limits: StreamLimits) -> None:
         self._network, self._owner, self._limits = network, owner, limits
-        self._calls: calls.CallServer | None = None
+        self._handler: Handler | None = None
         self._server: StreamServer | None = None
         self.traffic = limits.traffic()
         self._streams: dict[MemoryStream, None] = {}
@@ -171,7 +171,7 @@ class MemoryTransport:
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._require_life()
-        self._calls = calls.CallServer(handler, self.traffic, is_member)
+        self._handler, self._door = handler, calls.CallDoor(self.traffic, is_member)
         self._server = StreamServer(handler, self.traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
@@ -218,13 +218,17 @@ class MemoryTransport:
 
     async def handle(self, caller: PeerId, request: bytes) -> bytes:
         """Carries out a call that has arrived here; PeerClosed when this process ends in the middle of it."""
-        if self._calls is None:
+        if self._handler is None:
             return calls.NOT_SERVING
         answers: list[bytes] = []
-        served = self._calls
+        handler, door = self._handler, self._door
 
         async def answer() -> None:
-            answers.append(await served.answer(caller, request))
+            try:
+                answered = door.answered(caller, request, lambda: calls.answer(handler, caller, request))
+                answers.append(await answered)
+            except RemoteProtocolError as error:
+                answers.append(calls.refusal(str(error)))
 
         await asyncio.wait((self._owner.spawn(answer()),))
         if not answers:
@@ -281,7 +285,7 @@ class MemoryTransport:
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
-        self._calls = self._server = None
+        self._handler = self._server = None
 
     def _shape_to(self, peer: PeerId) -> LinkShape:
         return self._network.roads.shape(self.peer_id, peer)

@@ -27,7 +27,7 @@ class Pacer:
     def __init__(self, bytes_per_second: float | None = None) -> None:
         if bytes_per_second is not None and bytes_per_second < LEAST_BYTES_PER_SECOND:
             raise ValueError(f"{bytes_per_second:g} bytes per second is below the least rate, {LEAST_BYTES_PER_SECOND}")
-        self._rate = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._free_at = float("-inf")
         self._waiting: dict[bool, deque[tuple[asyncio.Future[None], int]]] = {True: deque(), False: deque()}
         self._owed = 0.0
@@ -37,18 +37,18 @@ class Pacer:
     @property
     def piece_bytes(self) -> int:
         """How much to send at a time."""
-        if self._rate is None:
+        if self.bytes_per_second is None:
             return CHUNK_BYTES
-        return min(max(int(self._rate * PIECE_SECONDS), 1024), CHUNK_BYTES)
+        return min(max(int(self.bytes_per_second * PIECE_SECONDS), 1024), CHUNK_BYTES)
 
     def note(self, size: int) -> None:
         """Bytes that could not wait (calls) are booked too."""
-        if self._rate is not None:
+        if self.bytes_per_second is not None:
             self._book(size, asyncio.get_running_loop().time())
 
     async def take(self, size: int, urgent: bool = True) -> None:
         """Waits until `size` bytes may be sent: in turn, but urgent ones first, save for PATIENT_SHARE of the rate."""
-        if self._rate is None:
+        if self.bytes_per_second is None:
             return
         loop = asyncio.get_running_loop()
         if self._timer is None and loop.time() >= self._free_at:
@@ -60,8 +60,8 @@ class Pacer:
         await turn
 
     def _book(self, size: int, now: float) -> None:
-        assert self._rate is not None
-        self._free_at = max(self._free_at, now - BURST_SECONDS) + size / self._rate
+        assert self.bytes_per_second is not None
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + size / self.bytes_per_second
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None:

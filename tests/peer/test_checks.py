@@ -8,7 +8,9 @@ import pytest
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.errors import SpesError
+from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.checks import (
+    HOME_LINK,
     Check,
     Disk,
     Gpu,
@@ -18,10 +20,11 @@ from spes_p2p.peer.checks import (
     machine_checks,
     raise_failures,
     reach_check,
-    speed_check,
+    sync_check,
 )
 from spes_p2p.planning.budget import Device
 from spes_p2p.planning.disk import DiskNeed
+from spes_p2p.planning.traffic import sync_costs
 from spes_p2p.planning.units import GIB
 
 SEVEN = load_config(bundled_config("spes-7b"))
@@ -88,12 +91,12 @@ def test_reach_is_never_a_failure() -> None:
     assert "--port" in hidden.fix
 
 
-def test_speed_is_told_with_what_a_sync_takes() -> None:
-    check = speed_check(2.5e6, 12.5e6, "abc", SEVEN, 8, peers=4)
+def test_what_a_sync_takes_of_a_home_link_is_told() -> None:
+    cost = sync_costs(SEVEN, 4, 8, HOME_LINK, None)[0]
+    check = sync_check(SEVEN, 8, peers=4)
     assert check.level == "ok"
-    assert check.text.startswith("20 Mbit/s up, 100 Mbit/s down, measured with abc: a sync of 4 peers (")
-    assert speed_check(1e5, 1e7, "abc", SEVEN, 8, peers=4).level == "warning"
-    assert "sync" not in speed_check(2.5e6, 12.5e6, "abc", SEVEN, 8, peers=1).text
+    assert check.text.startswith(f"one of 4 peers sends {bytes_text(cost.bytes_up)} and receives ")
+    assert check.text.endswith(" at 20 Mbit/s up and 100 down")
 
 
 def test_the_first_failure_is_raised_with_its_words() -> None:

@@ -1,11 +1,12 @@
 """One peer of the real network as a process of its own, for tests that stop or kill it.
 
 Prints one JSON line (address, pid of its daemon, temporary folder) when it serves, and leaves cleanly at the end of its
-input.
+input. `--strangers`: it knows no member; `--upload`: bytes a second that it sends at most.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -13,7 +14,8 @@ import sys
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.ports import Blob, anybody
+from spes_p2p.swarm.stream_server import StreamLimits
 
 
 class Server:
@@ -34,10 +36,15 @@ def pattern(size: int) -> bytes:
     return b"".join(index.to_bytes(8, "big") for index in range(size // 8 + 1))[:size]
 
 
-async def main(initial_peers: list[str]) -> None:
-    network = await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
+def nobody(peer: PeerId) -> bool:
+    return False
+
+
+async def main(initial_peers: list[str], strangers: bool, upload: float | None) -> None:
+    limits = StreamLimits(upload_bytes_per_second=upload)
+    network = await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",), limits=limits)
     try:
-        await network.transport.serve(Server())
+        await network.transport.serve(Server(), nobody if strangers else anybody)
         facts = {"address": network.transport.addresses[0], "daemon": network.daemon.pid, "folder": network.folder}
         sys.stdout.write(json.dumps(facts) + "\n")
         sys.stdout.flush()
@@ -48,4 +55,8 @@ async def main(initial_peers: list[str]) -> None:
 
 if __name__ == "__main__":
     with NetworkThread() as thread:
-        thread.run(main(sys.argv[1:]))
+        parser = argparse.ArgumentParser()
+        parser.add_argument("initial_peers", nargs="*")
+        parser.add_argument("--strangers", action="store_true")
+        parser.add_argument("--upload", type=float)
+        thread.run(main(**vars(parser.parse_args())))

@@ -199,7 +199,7 @@ def test_a_cut_connection_is_resumed(thread: NetworkThread) -> None:
             head, data = await asker.transport.fetch(server.transport.peer_id, str(size).encode(), 10.0, size)
             assert (head, bytes(data)) == (b"head", pattern(size))
             assert proxy.cuts == []
-            assert asker.transport.traffic.received == size  # nothing twice
+            assert size <= asker.transport.traffic.received < size + 1024  # nothing twice, but for a few words
 
     thread.run(scenario())
 

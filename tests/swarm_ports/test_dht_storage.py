@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 from hivemind.dht.node import _SearchState
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.hivemind_backend import storage as storage_module
 from spes_p2p.swarm.hivemind_backend.directory import EnvelopeValidator, HivemindDirectory
-from spes_p2p.swarm.hivemind_backend.storage import MAX_KEYS, bound
+from spes_p2p.swarm.hivemind_backend.storage import MAX_KEYS, MOST_RECORDS, BoundedSerializer, bound
 from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.records import bounds_of, peers_key
 from tests.simulation.virtual_time import run_virtual
@@ -187,3 +191,49 @@ def test_a_reader_takes_members_and_whom_it_knew_before_others(node: Node) -> No
         assert directory.dropped > FITTING
 
     run_virtual(test())
+
+
+def test_what_a_node_keeps_is_not_sent_to_new_ids(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        assert await node.store(MEMBER)
+        monkeypatch.setattr(node.protocol, "call_store", lambda *arguments, **options: pytest.fail("it was sent"))
+        node.protocol.node_id, node.protocol.num_replicas = DHTID.generate(source=KEY), 5
+        for _ in range(10):
+            await node.protocol.update_routing_table(DHTID.generate(), PeerID(os.urandom(34)))
+
+    run_virtual(test())
+
+
+def test_records_are_unpacked_as_hivemind_packs_them(node: Node) -> None:
+    records = node.records([MEMBER, *MANY[:3]], b"value", 1e10)
+    unpacked = BoundedSerializer.loads(MSGPackSerializer.dumps(records))
+    assert isinstance(unpacked, DictionaryDHTValue)
+    assert dict(unpacked.items()) == dict(records.items())
+    assert unpacked.latest_expiration_time == 1e10
+    assert BoundedSerializer.loads(MSGPackSerializer.dumps("name")) == "name"
+    assert BoundedSerializer.loads(MSGPackSerializer.dumps(b"value")) == b"value"
+
+
+def _packed(inner: object, code: int = 0x50) -> bytes:
+    return msgpack.packb(msgpack.ExtType(code, msgpack.packb(inner)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([1, 2]),
+        msgpack.packb({"a": 1}),
+        b"\x91" * 100_000,
+        _packed([None, 1.0, []], code=0x40),
+        _packed([None, 1.0]),
+        _packed([None, 1.0, [["a", [b"nested"], 1.0]]]),
+        _packed([None, 1.0, [["a", b"", "soon"]]]),
+        _packed([None, 1.0, [["a", b"", 1.0]] * (MOST_RECORDS + 1)]),
+        _packed([None, 1.0, [["a", b"", 1.0]]])[:-3],
+    ],
+)
+def test_what_another_node_sent_unpacks_to_records_or_to_nothing(bad: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        BoundedSerializer.loads(bad)

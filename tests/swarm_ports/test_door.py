@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import door
-from spes_p2p.swarm.calls import CALL_BYTES, CALLS, MAX_CALL_BYTES
+from spes_p2p.swarm.calls import CALL_BYTES, CALLS, MAX_CALL_BYTES, answer_limits
 from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
@@ -70,6 +71,44 @@ def test_it_forgets_old_keys_not_what_strangers_took() -> None:
         at.admits(PeerId(f"key {number}"))
     assert len(at._callers) == door.MOST_CALLERS
     assert not at.admits(STRANGER)
+
+
+def test_who_took_more_than_it_had_is_refused_until_that_is_paid() -> None:
+    clock = Clock()
+    at = Door(LIMITS, MEMBERS.__contains__, clock)
+    assert at.admits(STRANGER, 0.0)
+    at.charge(STRANGER, 8.0)  # 4 more than its burst
+    assert not at.admits(STRANGER, 0.0)
+    assert at.admits(PeerId("another stranger"), 0.0)
+    clock.seconds += 1.9
+    assert not at.admits(STRANGER, 0.0)
+    clock.seconds += 0.2
+    assert at.admits(STRANGER, 0.0)
+
+
+def test_answers_to_strangers_are_a_part_of_a_limited_upload() -> None:
+    assert answer_limits(None) == answer_limits(1e9) == CALL_BYTES
+    tight = answer_limits(100_000.0)
+    assert tight.member == CALL_BYTES.member
+    assert tight.strangers == tight.stranger == Rate(25_000.0, 200_000.0)
+
+
+def test_large_answers_are_given_as_often_as_the_door_allows() -> None:
+    class Talkative(Counting):
+        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+            self.calls += 1
+            return bytes(MAX_CALL_BYTES)
+
+    async def main() -> int:
+        network, handler = MemoryNetwork(), Talkative()
+        await network.peer("server").transport.serve(handler, MEMBERS.__contains__)
+        asking = network.peer(STRANGER).transport
+        for _ in range(100):
+            with contextlib.suppress(RemoteProtocolError):
+                await asking.call(PeerId("server"), b"more", 60.0)
+        return handler.calls * MAX_CALL_BYTES
+
+    assert run_virtual(main()) <= CALL_BYTES.stranger.burst + 60.0 * CALL_BYTES.stranger.per_second + MAX_CALL_BYTES
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([A, B, STRANGER]), st.floats(0.0, 30.0)), max_size=60))

@@ -127,6 +127,23 @@ def test_many_are_dialled_at_once_and_too_many_are_told_to_come_again(monkeypatc
     asyncio.run(main())
 
 
+def test_nobody_has_a_helper_make_handshakes_all_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        tried = Counter[Any]()
+
+        async def dialled(address: Any) -> Dialled:
+            tried[address.text] += 1
+            return Dialled.SILENT
+
+        desk = _desk(monkeypatch, dialled)
+        answers = [await _answer(desk, n % 12) for n in range(1200)]
+        assert max(tried.values()) <= reach.TRIES.stranger.burst + 1
+        assert sum(tried.values()) <= reach.TRIES.strangers.burst + 30 * reach.TRIES.strangers.per_second
+        assert answers.count(BUSY) == 1200 - sum(tried.values())
+
+    asyncio.run(main())
+
+
 class Scout:
     """A daemon of the helper that takes its time to start, and reaches whom it dials."""
 

@@ -8,6 +8,7 @@
     hello, join the first word between peers: clocks, identities, initial peers
     reach       whether others can dial us
     transport   calls and streams; pipe: their bytes through the daemon's socket
+    gate        the door in front of all that others may call
     directory   the DHT; storage: what a node of it keeps
     network     puts them together
 

@@ -37,7 +37,7 @@ from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, Reach, find_reach
-from spes_p2p.swarm.hivemind_backend.storage import bound
+from spes_p2p.swarm.hivemind_backend.storage import bound, weighing
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
@@ -163,7 +163,9 @@ class HivemindNetwork:
             return await start_daemon(self._folder, **_SCOUT | {"dht_mode": NO_LOOKUP})
 
         p2p = self.daemon.p2p
-        await self.transport.attach(HelloHandler(p2p, self._wall_clock), DialBackHandler(p2p, start_scout))
+        self._weighing = weighing()
+        hello, dial_back = HelloHandler(p2p, self._wall_clock), DialBackHandler(p2p, start_scout)
+        await self.transport.attach(hello, dial_back, self._weighing)
 
     async def _meet(self, addresses: list[str], quiet: Collection[str]) -> list[Reached]:
         """See `meet`; nobody where there are no addresses."""
@@ -208,7 +210,8 @@ class HivemindNetwork:
                 f"joining the DHT failed: {error}", fix="try again, or use another initial peer"
             ) from error
         self._life.push_async_callback(_leave_dht, node, self.daemon)
-        bound(node.protocol, validator, lambda peer: peer == self.signer.peer_id or self.transport.is_member(peer))
+        is_own_or_member = lambda peer: peer == self.signer.peer_id or self.transport.is_member(peer)  # noqa: E731
+        self._weighing |= weighing(bound(node.protocol, validator, is_own_or_member))
         return node
 
     async def restart(self) -> None:

@@ -22,6 +22,7 @@ from spes_p2p.bounds import Bounded, between
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import NOT_SERVING
+from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, parse_address
 
 DIAL_BACK_NAME = "spes-p2p/1::SwarmServicer.rpc_dial_back"
@@ -32,6 +33,8 @@ ANSWER_SECONDS = 5.5
 ASKED_AT_ONCE = 3
 MOST_TRIES = 8
 """Most askers that a helper serves at once, each with a daemon of its own; handshakes run one after another."""
+TRIES = DoorLimits(Rate(0.2, 3.0), Rate(0.2, 3.0), Rate(1.0, 20.0))
+"""Handshakes that a helper makes: a daemon each. A newcomer asks for one."""
 _BUSY_SECONDS = 0.5
 _MAX_BYTES = 1024
 
@@ -68,13 +71,14 @@ class DialBackHandler:
         self._p2p, self._start_scout = p2p, start_scout
         self._served: set[PeerId] = set()
         self._scouting = asyncio.Lock()
+        self._door = Door(TRIES, lambda peer: False)
 
     async def answer(self, caller: PeerId, request: bytes) -> bytes:
         try:
             ports = wire.unpack(DialBackRequest, request, max_bytes=_MAX_BYTES).ports
         except RemoteProtocolError:
             return NOT_SERVING
-        if caller in self._served or len(self._served) >= MOST_TRIES:
+        if caller in self._served or len(self._served) >= MOST_TRIES or not self._door.admits(caller):
             return wire.pack(DialBackReply(False, busy=True))
         self._served.add(caller)
         try:

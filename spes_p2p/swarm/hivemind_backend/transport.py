@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import partial
 
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2P, P2PContext, ServicerBase
@@ -19,17 +18,16 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm import calls
 from spes_p2p.swarm.hivemind_backend.connections import Background, Connections, identity_of, peer_of
 from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE, Daemon
+from spes_p2p.swarm.hivemind_backend.gate import guard
 from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
 from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler
 from spes_p2p.swarm.ports import Handler, anybody
-from spes_p2p.swarm.speed import SpeedHandler, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import Partial, fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
-_SPEED_NAME = f"{NAMESPACE}::speed"
 _ADDRESS_REFRESH_SECONDS = 30.0
 
 
@@ -94,18 +92,18 @@ class HivemindTransport:
         self.connections = Connections(daemon, self._background)
         self.traffic = limits.traffic()
         """With this peer's own limits, for what goes other ways too."""
-        self._speed_handler = SpeedHandler(self.traffic)
-        self._calls: calls.CallServer | None = None
         self._is_member: Callable[[PeerId], bool] = lambda peer: False
+        self._door = calls.CallDoor(self.traffic, self.is_member)
+        self._handler: Handler | None = None
         self._server: StreamServer | None = None
 
-    async def attach(self, hello: HelloHandler, dial_back: DialBackHandler) -> None:
-        """Registers what this peer answers, and starts to follow its own addresses."""
+    async def attach(self, hello: HelloHandler, dial_back: DialBackHandler, weighing: dict[str, calls.Weigh]) -> None:
+        """Registers what this peer answers, and starts to follow its own addresses. `weighing`: see GuardedHandlers."""
         p2p = self._daemon.p2p
+        guard(p2p, self._door, weighing)
         self.connections.forget()
         await SwarmServicer(self, hello, dial_back).add_p2p_handlers(p2p, namespace=NAMESPACE)
         await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
-        await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.own_addresses.refresh(p2p)
         if self._following is not None:
             self._following.cancel()
@@ -124,12 +122,12 @@ class HivemindTransport:
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._is_member = is_member
-        self._calls = calls.CallServer(handler, self.traffic, is_member)
+        self._handler = handler
         self._server = StreamServer(handler, self.traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         """Ends what is being served; the daemon is the network's to end."""
-        self._calls = self._server = None
+        self._handler = self._server = None
         await self._background.stop()
 
     # ---- asking ----
@@ -152,26 +150,15 @@ class HivemindTransport:
         partial: Partial | None = None,
     ) -> tuple[bytes, memoryview]:
         async def open_stream() -> Incoming:
-            return Incoming(*await self._open_stream(peer, _STREAM_NAME, timeout_seconds))
+            p2p, identity = self._daemon.p2p, identity_of(peer)
+            _, reader, writer = await self.connections.reach(
+                peer, timeout_seconds, lambda: p2p.call_binary_stream_handler(identity, _STREAM_NAME)
+            )
+            return Incoming(reader, writer)
 
         return await fetch_stream(
             open_stream, peer, request, timeout_seconds, max_bytes, self.traffic, patient, partial
         )
-
-    async def measure_speed(self, peer: PeerId, upload: bool, timeout_seconds: float) -> float:
-        """Bytes a second to or from `peer`, see `speed`. Raises NetworkError, RemoteProtocolError."""
-
-        async def open_stream() -> PipeStream:
-            return PipeStream(*await self._open_stream(peer, _SPEED_NAME, timeout_seconds))
-
-        return await measure_speed(open_stream, upload)
-
-    async def _open_stream(
-        self, peer: PeerId, name: str, timeout_seconds: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        opening = partial(self._daemon.p2p.call_binary_stream_handler, identity_of(peer), name)
-        _, reader, writer = await self.connections.reach(peer, timeout_seconds, opening)
-        return reader, writer
 
     async def check_refused(self, peer: PeerId) -> bool:
         return await self.connections.check_refused(peer)
@@ -180,7 +167,7 @@ class HivemindTransport:
 
     async def answer(self, caller: PeerId, request: bytes) -> bytes:
         self.connections.heard(caller)
-        return calls.NOT_SERVING if self._calls is None else await self._calls.answer(caller, request)
+        return calls.NOT_SERVING if self._handler is None else await calls.answer(self._handler, caller, request)
 
     async def _serve_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller, server = peer_of(info.peer_id), self._server
@@ -189,6 +176,3 @@ class HivemindTransport:
             writer.close()
             return
         await asyncio.wait((self._background.spawn(server.serve(caller, PipeStream(reader, writer))),))
-
-    async def _serve_speed(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.wait((self._background.spawn(self._speed_handler.serve(PipeStream(reader, writer))),))
