@@ -34,7 +34,7 @@ def test_everything_is_looked_at_and_only_the_key_is_left_behind(tmp_path: Path,
     assert found["run"]["text"] == "tiny, round 0, 0 peers"
     assert "room for 8 of 8 expert columns" in found["fit"]["text"]
     assert all(check["fix"] for check in found.values() if check["level"] != "ok")
-    assert {path.name for path in (tmp_path / "peer").iterdir()} <= {"identity.key", "identity.key.lock"}
+    assert {path.name for path in (tmp_path / "peer").iterdir()} <= {".gitignore", "identity.key", "identity.key.lock"}
 
 
 def test_the_web_servers_that_the_organiser_names_are_looked_at(tmp_path: Path, tokens: Path) -> None:

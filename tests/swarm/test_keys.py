@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -53,6 +54,23 @@ def test_who_may_not_read_a_key_is_not_told_to_remove_it(tmp_path: Path, monkeyp
         identity.signer_of(path)
     assert "start as the user whom the file belongs to" in caught.value.fix
     assert "remove" not in caught.value.fix
+
+
+def test_git_takes_no_key_along(tmp_path: Path) -> None:
+    """A folder within a repository, with a file of its own or without: `git add .` leaves out what is secret."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "node" / "kept").mkdir(parents=True)
+    (tmp_path / "node" / "kept" / ".gitignore").write_bytes(b"*.log\xff")
+    for folder in (tmp_path / "node", tmp_path / "node" / "kept", tmp_path / "new" / "folder"):
+        for _ in range(2):
+            IdentityFile(folder / "identity.key").release()
+        IdentityFile(folder / "other.key").release()
+        lines = (folder / ".gitignore").read_bytes().splitlines()
+        assert lines[1:] == [b"/identity.key*", b"/other.key*"]
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "add", "."], check=True)
+    found = subprocess.run([*git, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
+    assert found == ["new/folder/.gitignore", "node/.gitignore", "node/kept/.gitignore"]
 
 
 def test_its_own_signature_is_good(signer: RsaSigner) -> None:

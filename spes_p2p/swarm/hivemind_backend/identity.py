@@ -74,10 +74,19 @@ def _create(path: Path) -> rsa.RSAPrivateKey:
     )
     private = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=encoded)
     try:
+        _hide_from_git(path)
         write_whole(path, private.SerializeToString(), mode=0o600)
     except OSError as error:
         raise ConfigError(f"identity {path} cannot be written: {error}", fix="give a path you may write to") from error
     return key
+
+
+def _hide_from_git(path: Path) -> None:
+    """Before there is a key: whoever publishes the folder around it, as with `git add .`, would give it away."""
+    ignored, line = path.with_name(".gitignore"), f"/{path.name}*".encode()
+    text = ignored.read_bytes() if ignored.exists() else b"# Whoever has this key speaks for its owner."
+    if line not in text.splitlines():
+        write_whole(ignored, b"%b\n%b\n" % (text.rstrip(), line))
 
 
 def _load(path: Path) -> rsa.RSAPrivateKey:
