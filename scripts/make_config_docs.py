@@ -48,7 +48,8 @@ Any field can be changed on the command line with its dotted name; the value is 
 
 A volunteer needs no file: `spes-p2p join` takes the config from the swarm and checks it against its fingerprint. Local
 and private fields can be given to `join` in the same dotted form, for example `output.tensorboard=true`. An agreed one
-is refused there.
+is refused there. What an organiser publishes is looked at first: a run whose config has a private field is refused, and
+local ones are bounded and name no file, address or program.
 """
 
 

@@ -125,7 +125,7 @@ class Stopped(Exception):
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """Around what looks at a person's words alone: they stay wrong, so that a ConfigError is a PermanentError."""
+    """Around what looks at fixed words alone: they stay wrong, so that a ConfigError is a PermanentError."""
     try:
         yield
     except ConfigError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -21,6 +22,13 @@ from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.config.sections import is_private
 from spes_p2p.errors import ConfigError
 
+MOST_CHARACTERS = 2**16
+"""Of a config's text: the longest that comes with spes-p2p has a tenth of that."""
+MOST_DEPTH = 8
+"""Of lists and sections in it; a schedule has four."""
+MOST_DIGITS = 64
+"""Of a number."""
+_NUMBERS = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _MOST_MISTAKES_SHOWN = 3
 _WANTED = {
     "bool_type": "to true or false",
@@ -75,7 +83,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_from_text(text: str, overrides: Sequence[str] = (), origin: str = "the config") -> Config:
-    """As `load_config`, from YAML text; `origin` names it in errors."""
+    """As `load_config`, from YAML text of this machine; `origin` names it in errors."""
     tree = _parse(text, origin)
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin} has no sections", fix="begin it with `run:`, `model:`, ...")
@@ -84,23 +92,41 @@ def config_from_text(text: str, overrides: Sequence[str] = (), origin: str = "th
 
 
 def published_config(text: str, origin: str) -> Config:
-    """The config in the text that a run's organiser published, from the network or as a checkpoint keeps it."""
+    """The config in the text that a run's organiser published: the only door for text from the network.
+
+    It comes from a peer, or from a checkpoint that was made in that run. Agreed fields are the run's: `check_run` holds
+    them against its fingerprint. What peers may choose is advice, which `sections` bounds: it names no file, address or
+    program. Private fields are refused by name: what they say comes from this machine alone, by its command line, its
+    own file and the defaults. Raises ConfigError.
+    """
     tree = _parse(text, origin)
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin} has no sections", fix="ask the organiser for the run's config")
     for key, removed in REMOVED.items():
+        _leave_out(tree, key, removed, origin)
+    for key, field in fields_of_tree():
         section, name = key.split(".")
-        fields = tree.get(section)
-        if not isinstance(fields, dict) or name not in fields:
-            continue
-        if (value := fields.pop(name)) != removed.default:
+        if is_private(field) and isinstance(tree.get(section), dict) and name in tree[section]:
             raise ConfigError(
-                f"{origin} has {key}={_brief(value)}, which this version of spes-p2p cannot do any more",
-                fix="use the version that the run was made with; docs/tried.md says which one had this last",
+                f"{origin} sets {key}, which is for the owner of each machine alone to say",
+                fix="do not join this run: an honest organiser's spes-p2p never publishes that",
             )
-        if not fields:
-            del tree[section]
     return config_from_tree(tree)
+
+
+def _leave_out(tree: dict[Any, Any], key: str, removed: Removed, origin: str) -> None:
+    """A field that is gone, if it is there at its old default. Raises ConfigError for another value."""
+    section, name = key.split(".")
+    fields = tree.get(section)
+    if not isinstance(fields, dict) or name not in fields:
+        return
+    if (value := fields.pop(name)) != removed.default:
+        raise ConfigError(
+            f"{origin} has {key}={_brief(value)}, which this version of spes-p2p cannot do any more",
+            fix="use the version that the run was made with; docs/tried.md says which one had this last",
+        )
+    if not fields:
+        del tree[section]
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> Config:
@@ -150,7 +176,7 @@ def published_yaml(config: Config, for_people: bool = False) -> str:
 
 def extends(text: str, older: str) -> bool:
     """Whether a published config says all that an older one says, and at most has keys besides that are new."""
-    new, old = yaml.safe_load(text), yaml.safe_load(older)
+    new, old = _parse(text, "the config"), _parse(older, "the older config")
     return all({**new.get(name, {}), **section} == new.get(name) for name, section in old.items())
 
 
@@ -201,18 +227,43 @@ def _set(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-4 as a number and refuses duplicate keys and sections that contain themselves."""
+    """A YAML loader that reads 1e-4 as a number, and refuses what takes more time or memory than its text has.
 
-    def construct_document(self, node: yaml.Node) -> Any:
-        return self.construct_object(node, deep=True)  # else an alias of what it stands in makes an endless tree
+    That is: anchors and aliases, by which a few lines stand for gigabytes; deep nesting; numbers of many digits; and
+    keys that appear twice.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # before what it begins is read
+        if event.anchor is not None:
+            raise _refused(f"the anchor or alias {event.anchor[:80]!r}; write the value in each place", event)
+        if self._depth > MOST_DEPTH:
+            raise _refused(f"lists and sections more than {MOST_DEPTH} deep", event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = next((key for key, count in counts.items() if count > 1), None)
         if twice is not None:
             line = node.start_mark.line + 1
             raise ConfigError(f"key {twice} appears twice in the section at line {line}", fix="remove one of them")
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+            raise _refused(f"a number of {len(node.value)} digits, over {MOST_DIGITS}", node)
+        return super().construct_scalar(node)
+
+
+def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, f"a config may not have {what}", at.start_mark)
 
 
 _Loader.add_implicit_resolver(
@@ -221,16 +272,19 @@ _Loader.add_implicit_resolver(
 
 
 def _parse(text: str, origin: str) -> Any:
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"{origin} has {len(text)} characters, over {MOST_CHARACTERS}",
+            fix="leave out comments, or values by default",
+        )
     try:
         return deepcopy(_read(text))
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{origin} is not valid YAML: {_place_and_problem(error)}", fix="correct that line"
         ) from error
-    except ValueError as error:  # a number of thousands of digits, or a date that is none
+    except ValueError as error:  # a date that is none
         raise ConfigError(f"{origin} has a value that cannot be read: {error}", fix="correct that value") from error
-    except RecursionError as error:
-        raise ConfigError(f"{origin} is nested too deeply", fix="write sections of plain values") from error
 
 
 def _place_and_problem(error: yaml.YAMLError) -> str:
@@ -286,15 +340,19 @@ def _explained(found: Sequence[Any], tree: Mapping[str, Any]) -> ConfigError:
     by_key: dict[str, list[Any]] = {}
     for details in sorted(found, key=lambda details: details["type"] != "extra_forbidden"):
         by_key.setdefault(".".join(map(str, details["loc"][:2])), []).append(details)
-    mistakes: list[ConfigError] = []
+    shown: list[ConfigError] = []
+    more = 0
     for key, errors in by_key.items():
-        is_meant = any(mistake.fix == f"did you mean {key}?" for mistake in mistakes)  # written, but misspelt
-        if not is_meant and not _is_filled_in(key, errors, tree):
-            mistakes.append(_mistake(key, errors, tree))
-    shown = mistakes[:_MOST_MISTAKES_SHOWN]
+        is_meant = any(mistake.fix == f"did you mean {key}?" for mistake in shown)  # written, but misspelt
+        if is_meant or _is_filled_in(key, errors, tree):
+            continue
+        if len(shown) < _MOST_MISTAKES_SHOWN:
+            shown.append(_mistake(key, errors, tree))
+        else:
+            more += 1  # to say what is wrong takes a while, and a stranger may have made thousands
     message = "; ".join(map(str, shown))
-    if len(mistakes) > len(shown):
-        message += f"; and {len(mistakes) - len(shown)} more mistakes"
+    if more:
+        message += f"; and {more} more mistakes"
     return ConfigError(message, fix=_joined([mistake.fix for mistake in shown]))
 
 
@@ -337,7 +395,8 @@ def _as_allowed(key: str, errors: list[Any], value: Any) -> str:
     kind, place, limits = errors[0]["type"], errors[0]["loc"], errors[0].get("ctx", {})
     if len(errors) == 1 and len(place) == 2 and kind in _WANTED:
         return f"set {key} {_WANTED[kind].format_map({name: _plain(limit) for name, limit in limits.items()})}"
-    odd = "" if kind != "string_pattern_mismatch" else next((one for one in value if _is_odd(one)), "")
+    is_text = kind == "string_pattern_mismatch" and isinstance(value, str)  # else it is a text in a list
+    odd = next(filter(_is_odd, value), "") if is_text else ""
     return f"change {key}{odd and f', without {odd!r}'}: {str(dict(fields_of_tree())[key].description).rstrip('.')}"
 
 

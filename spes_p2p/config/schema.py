@@ -44,8 +44,12 @@ __all__ = [
 ]
 MOST_WEIGHT = 1000
 """What the weights of a mixture add up to, at most."""
-MOST_TILES = 2**20
-"""Of a model: a trillion values in tiles of the usual size."""
+MOST_VALUES = 2**40
+"""Of a model: a trillion parameters."""
+MOST_TILES = 2**16
+"""Every peer lists them before it looks at its memory, and a round's result names each (`sync.node.check_sizes`)."""
+MOST_MATRICES = 2**17
+"""Of experts: the largest published models have half of that."""
 MOST_SEQUENCES = 2**62
 """A stage of a mixture ends before; positions are 64-bit integers."""
 
@@ -80,18 +84,20 @@ class Config(Section):
         return self
 
     def _check_size(self) -> None:
-        """Every peer lists matrices and tiles before it looks at its memory: a slip of the pen must not get there."""
+        """By arithmetic, before anything is made of it: a slip of the pen, or a stranger, must not get further."""
         model, tile = self.model, self.sync.tile_values
         matrices = model.num_layers * 3 * model.num_experts
         attention = 2 * model.num_layers * (model.num_heads + model.num_kv_heads) * model.head_dim
         values = model.d_model * (2 * model.embedding_rows + attention + matrices * model.expert_ffn)
-        if max(matrices, values // tile) > MOST_TILES:
-            sizes = "num_layers", "num_experts", "d_model", "head_dim", "expert_ffn", "embedding_rows"
-            raise ConfigError(
-                f"a model with {', '.join(f'{name}={getattr(model, name)}' for name in sizes)} has more than "
-                f"{MOST_TILES:,} expert matrices, or tiles of {tile:,} values (sync.tile_values)",
-                fix="see which of these numbers is too large, or whether sync.tile_values is too small",
-            )
+        sizes = "num_layers", "num_experts", "d_model", "head_dim", "expert_ffn", "embedding_rows"
+        shown = f"a model with {', '.join(f'{name}={getattr(model, name)}' for name in sizes)}"
+        for count, most, what, fix in (
+            (matrices, MOST_MATRICES, "expert matrices", "see which of these numbers is too large"),
+            (values, MOST_VALUES, "parameters", "see which of these numbers is too large"),
+            (-(-values // tile), MOST_TILES, f"tiles of {tile:,} values", "raise sync.tile_values"),
+        ):
+            if count > most:
+                raise ConfigError(f"{shown} has {count:,} {what}, over {most:,}", fix=fix)
 
     def _check_mix(self) -> None:
         data, weights = self.data, len(self.data.mix[0]) - 1 if self.data.mix else 0

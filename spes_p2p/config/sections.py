@@ -1,12 +1,14 @@
 """The sections of the config tree, every field explained where it stands and checked against its own section.
 
-An agreed field is part of the run's fingerprint. A local one may differ from peer to peer; a private local one is not
-even published with the run, since it says something about the organiser's machine alone. Checks across sections are in
+An agreed field is part of the run's fingerprint. A local one may differ from peer to peer: what the organiser says of
+it is advice, which is bounded and names nothing on a peer's machine. A private local one is not even published with the
+run, and refused where somebody publishes it, since it speaks of one machine alone. Checks across sections are in
 `schema`. Symbols in the descriptions: E experts, H inner steps a round.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +20,9 @@ from spes_p2p.ids import RUN_ID
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Schedule = tuple[tuple[Natural, Positive], ...]
+DatasetName = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f\x7f`]{1,255}$")]
+"""Of the folder that it lay in, for people."""
+HexHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MOST = 10**12
 """Of anything that has no limit of its own: a run's steps, say. This and the next three are there for slips of the pen:
 more than anybody will ever train with."""
@@ -29,6 +34,12 @@ MOST_TOKENS = 2**24
 """Of a sequence."""
 MOST_PEERS = 1024
 """Of a run: as many as a manifest may name."""
+MOST_EXPERTS = 4096
+"""As many columns as a peer's record may name."""
+MOST_LAYERS = 1024
+HASH_OR_NOTHING = r"^([0-9a-f]{64})?$"
+PUBLIC_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
+"""Of a tokenizer: what is no path, but for one of two words from the working folder."""
 
 
 class Section(BaseModel):
@@ -63,6 +74,11 @@ def local(description: str, default: Any = ..., private: bool = False, **limits:
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
+def is_public(name: str) -> bool:
+    """Whether a tokenizer's name means the same on every machine: `byte`, or one on the hub, and no path."""
+    return re.fullmatch(PUBLIC_NAME, name) is not None and not name.endswith(".json")
+
+
 def is_local(field: FieldInfo) -> bool:
     return _mark(field, "local")
 
@@ -89,7 +105,7 @@ class RunConfig(Section):
         "Root (hexadecimal) of the state that the run starts from, where it is not made from the seed; "
         "bootstrap --init-from sets it.",
         "",
-        pattern=r"^([0-9a-f]{64})?$",
+        pattern=HASH_OR_NOTHING,
     )
 
 
@@ -99,12 +115,13 @@ class ModelConfig(Section):
     vocab_size: Positive = agreed("Number of token ids of the tokenizer.")
     embedding_rows: Positive = agreed("Rows of the embedding and of the output head (default: vocab_size).")
     d_model: Positive = agreed("Width of the residual stream.")
-    num_layers: Positive = agreed("Number of transformer layers; each has attention and E experts.")
+    num_layers: Positive = agreed("Number of transformer layers; each has attention and E experts.", le=MOST_LAYERS)
     num_heads: Positive = agreed("Query heads.")
     num_kv_heads: Positive = agreed("Key and value heads; fewer than num_heads is grouped-query (default: num_heads).")
     head_dim: Positive = agreed("Width of one head (default: d_model / num_heads).")
     num_experts: Positive = agreed(
-        "E, the number of experts in every layer, which is also the number of expert columns of the run."
+        "E, the number of experts in every layer, which is also the number of expert columns of the run.",
+        le=MOST_EXPERTS,
     )
     top_k: Positive = agreed("Experts that each token is sent to.")
     expert_ffn: Positive = agreed("Inner width of one SwiGLU expert.")
@@ -224,21 +241,24 @@ class DataConfig(Section):
         "Tokenizer of the run's dataset, for whoever exports the model: byte, or a name on the Hugging Face hub; "
         "bootstrap takes it from the dataset's manifest, unless that names a file.",
         "",
+        pattern=f"^({PUBLIC_NAME})?$",
     )
     tokenizer_hash: str = local(
         "SHA-256 of everything that decides that tokenizer's ids; bootstrap takes it from the dataset's manifest.",
         "",
-        max_length=64,
+        pattern=HASH_OR_NOTHING,
     )
     eos_id: Natural | None = local(
         "Id of the token that ends a document of the run's dataset, for whoever exports the model; bootstrap takes it "
         "from the dataset's manifest.",
         None,
+        lt=2**32,
     )
     copies: Natural = local(
         "Least number of peers to hold the data of the next rounds, as far as their disks allow; a peer may choose, "
         "and with 0 it keeps nothing for others.",
         3,
+        le=MOST_PEERS,
     )
     sequence_length: int = agreed(
         "Tokens of one training sequence; each but the first is predicted.", ge=2, le=MOST_TOKENS
@@ -247,7 +267,9 @@ class DataConfig(Section):
     mix: tuple[tuple[Natural, ...], ...] = agreed(
         "Weights of the datasets that data.path lists: stages [until sequence, weight, weight, ...].", ()
     )
-    datasets: tuple[tuple[str, Positive, str], ...] = agreed("Their names, tokens and hashes: set by bootstrap.", ())
+    datasets: tuple[tuple[DatasetName, Positive, HexHash], ...] = agreed(
+        "Their names, tokens and hashes: set by bootstrap.", ()
+    )
     mask_repetitions: bool = agreed(
         "Leave sequences that repeat a pattern of 1 to 13 tokens 32 times out of the loss.", False
     )
@@ -289,7 +311,8 @@ class OptimizerConfig(Section):
     batch_sequences: Positive = agreed("Sequences in one inner step of one peer.", le=MOST_SEQUENCES)
     micro_batch_sequences: Positive = local(
         "Sequences that go through the device at once. On a GPU, join takes the fastest number that fits, unless it is "
-        "told one (default: batch_sequences)."
+        "told one (default: batch_sequences).",
+        le=MOST_SEQUENCES,
     )
     load_balancing_weight: float = agreed("Weight of the load-balancing loss of the router.", 0.01, ge=0)
     router_z_weight: float = agreed("Weight of the mean square logsumexp of the router logits.", 0.001, ge=0)
@@ -374,7 +397,7 @@ class SwarmConfig(Section):
         "Expert columns that every peer must have memory for; one with more memory takes more if owners are missing."
     )
     target_replicas: Positive = agreed("Number of owners that each column should have.", 1)
-    heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
+    heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, ge=0.05, le=60)
     faults: Literal["crash", "byzantine"] = agreed(
         "What voting peers may do wrong: crash (they stop and come back; more than half decide), or byzantine (fewer "
         "than a third may lie; more than two thirds decide).",
@@ -395,8 +418,10 @@ class SwarmConfig(Section):
 class EvalConfig(Section):
     """The held-out loss of the committed model. One peer a round measures it: the first in the order of leaders."""
 
-    every_rounds: Natural = local("Rounds between two evaluations, when it is this peer's turn; 0 means never.", 1)
-    sequences: Positive = local("Held-out sequences of one evaluation.", 64)
+    every_rounds: Natural = local(
+        "Rounds between two evaluations, when it is this peer's turn; 0 means never.", 1, le=10**6
+    )
+    sequences: Positive = local("Held-out sequences of one evaluation.", 64, le=2**14)
 
 
 class OutputConfig(Section):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ WELL_KNOWN_EOS = (
 """Looked for in this order when nothing says which token ends a text."""
 
 HUB_SECONDS = 10.0
-_PUBLIC = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 Ids = NDArray[np.unsignedinteger]
 """Token ids of one text, in whatever unsigned type the tokenizer makes them."""
@@ -138,11 +136,6 @@ def load_tokenizer(name: str, eos_token: str | int | None = None, through_transf
     if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
         raise not_loaded(name, "the file does not exist")
     return _from_transformers(name, eos_token)
-
-
-def is_public(name: str) -> bool:
-    """Whether a tokenizer's name means the same on every machine: `byte`, or one on the hub, and no path."""
-    return _PUBLIC.fullmatch(name) is not None and not name.endswith(".json")
 
 
 def not_loaded(name: str, reason: str) -> DataError:

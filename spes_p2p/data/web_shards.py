@@ -32,6 +32,8 @@ MOST_TOGETHER = 64
 MAX_GROUPS = 2048
 """Whose leaves are kept in memory, 4 KiB each."""
 MAX_MANIFEST_BYTES = 32 * 2**20
+MAX_MANIFEST_ENTRIES = 2**20
+"""Lists and objects: an empty one is three bytes on the wire and seventy in memory."""
 _NAME = re.compile(r"[^/\\.][^/\\]*")
 _Levels = list[bytes]
 """Joined nodes, from below."""
@@ -154,6 +156,8 @@ def runs_of(grid: PieceGrid, numbers: Sequence[int]) -> list[list[int]]:
 async def read_manifest(client: WebClient, folder: WebFolder) -> Manifest:
     """Raises NetworkError, and RemoteProtocolError for what is no manifest."""
     data = await client.read_whole(folder, MANIFEST, MAX_MANIFEST_BYTES)
+    if data.count(b"{") + data.count(b"[") > MAX_MANIFEST_ENTRIES:
+        raise RemoteProtocolError(f"{MANIFEST} at {folder} has more than {MAX_MANIFEST_ENTRIES} entries")
     try:
         return await asyncio.to_thread(Manifest.parse, data, f"{MANIFEST} at {folder}")
     except DataError as error:

@@ -123,6 +123,8 @@ def is_public_address(address: str) -> bool:
     """Whether an IP address is one of the internet's: neither of this machine nor of a network at home."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
+        if found.is_site_local:  # of old networks at home, which Python takes for global
+            return False
         inner = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
         if found in _NAT64:
             inner.append(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF))

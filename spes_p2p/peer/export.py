@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from spes_p2p.checkpoint.save import METADATA_FILE
 from spes_p2p.config.load import published_config
 from spes_p2p.config.schema import Config
 from spes_p2p.config.sections import DataConfig
-from spes_p2p.data.tokenizers import NoEndOfText, is_public, load_tokenizer
+from spes_p2p.data.tokenizers import ByteTokenizer, NoEndOfText, load_tokenizer
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
 from spes_p2p.interop.export import export_model, filled_folder, trimmed
@@ -102,7 +103,10 @@ def _named_tokenizer(own: str | None, end: int | None, data: DataConfig, say: Sa
     `end`: the id that ends a document, where that is known.
     """
     why = "the run names none"
-    for name in dict.fromkeys((own or "", data.tokenizer if is_public(data.tokenizer) else "")):
+    named = data.tokenizer
+    if named != ByteTokenizer.name and os.path.lexists(named):  # what lies here is not what the organiser means
+        why, named = f"the run names {named!r}, and a file or folder here has this name", ""
+    for name in dict.fromkeys((own or "", named)):
         try:
             if name:
                 return Publishable(name, end)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
+from spes_p2p.config.sections import is_public
 from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset, with_datasets
 from spes_p2p.data.manifest import Dataset
-from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.data.web_url import WebAccess, WebFolder, checked_urls, needs_consent
 from spes_p2p.errors import ConfigError
@@ -41,9 +41,11 @@ async def open_run_data(
         if words := _from_elsewhere(dataset, Path(config.data.path)):
             say(words)
         shelf = FolderPieces.open(dataset, folder, say)
+        own = [WebFolder(url, is_own=True) for url in urls]  # those of a manifest may be a stranger's words
         urls = urls or checked_urls(dataset.urls)
-        own = [WebFolder(url, is_own=True) for url in urls]
-        for url, why in (await absent_on_web(own, WebAccess.ANY, shelf.grid)).items():  # the run can go on for a while
+        own = own or [WebFolder(url) for url in urls if not needs_consent(url)]
+        access = WebAccess.ANY if config.data.urls else WebAccess.PUBLIC
+        for url, why in (await absent_on_web(own, access, shelf.grid)).items():  # the run can go on for a while
             say(f"no data at {url}: {why}")
     else:
         found = await open_on_web(urls, say, folder)

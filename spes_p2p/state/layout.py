@@ -118,7 +118,7 @@ class Layout:
         self.num_columns = _count_columns(self.tensors)
         self.has_momentum = has_momentum
         self.guest_rank, self.guest_codec = guest_rank, guest_codec
-        self.model_blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
+        self.model_blocks = _placed(self.tensors, self.num_columns)
         self.blocks = self.model_blocks + (_momentum_of(self.model_blocks) if has_momentum else ())
         self._tile_ranges = _tile_ranges(self.blocks, tile_values)
         self.tiles = tuple(
@@ -229,14 +229,15 @@ def _count_columns(tensors: Sequence[StateTensor]) -> int:
     return len(columns)
 
 
-def _place(index: int, tensors: Sequence[StateTensor]) -> Block:
-    column = None if index == 0 else index - 1
-    placed, offset = [], 0
+def _placed(tensors: Sequence[StateTensor], columns: int) -> tuple[Block, ...]:
+    """Block 0 and those of the columns, each with its tensors one behind the other."""
+    placed: list[list[Placed]] = [[] for _ in range(1 + columns)]
+    sizes = [0] * (1 + columns)
     for tensor in tensors:
-        if tensor.column == column:
-            placed.append(Placed(tensor, offset))
-            offset += tensor.size
-    return Block(index, offset, tuple(placed))
+        index = 0 if tensor.column is None else 1 + tensor.column
+        placed[index].append(Placed(tensor, sizes[index]))
+        sizes[index] += tensor.size
+    return tuple(Block(index, sizes[index], tuple(found)) for index, found in enumerate(placed))
 
 
 def _momentum_of(blocks: tuple[Block, ...]) -> tuple[Block, ...]:

@@ -26,7 +26,7 @@ from spes_p2p.consensus.messages import (
     Sealer,
     signing_bytes,
 )
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import RemoteProtocolError, for_good
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.wire import pack
 
@@ -57,13 +57,18 @@ class RunInfo:
 
 
 def describe_run(config: Config, dataset: Hash, organiser: PeerId) -> RunInfo:
-    """The run that an organiser starts from a config."""
+    """The run that an organiser starts from a config. Raises ConfigError where no peer would take what is published."""
     text = published_yaml(config)
+    published_config(text, origin=f"the config of run {config.run.run_id}, as it is published,")
     return RunInfo(WIRE_VERSION, config.run.run_id, text, fingerprint(config), dataset, organiser)
 
 
 def check_run(info: RunInfo, expected: Hash) -> Config:
-    """The config of a run that somebody served. Raises RemoteProtocolError where it is not the run expected."""
+    """The config of a run that somebody served, without a word of it on what is this machine's own.
+
+    Raises RemoteProtocolError where it is not the run expected, PermanentError where its config is none that this
+    program takes from others: the fingerprint stands for it, so that nobody can serve a better one.
+    """
     if info.fingerprint != expected:
         raise RemoteProtocolError(
             f"the served run has fingerprint {info.fingerprint.hex()[:16]}, but {expected.hex()[:16]} was expected",
@@ -75,7 +80,13 @@ def check_run(info: RunInfo, expected: Hash) -> Config:
             f"the run speaks wire version {info.wire_version}, but this program speaks {WIRE_VERSION}",
             fix=f"upgrade {older} to the newer spes-p2p",
         )
-    config = published_config(info.config, origin=f"the config of run {info.run_id}")
+    with for_good():
+        config = published_config(info.config, origin=f"the config of run {info.run_id[:64]!r}")
+    if config.run.run_id != info.run_id:
+        raise RemoteProtocolError(
+            f"the config of run {info.run_id[:64]!r} is that of run {config.run.run_id}",
+            fix="ask the organiser for the right invitation",
+        )
     if fingerprint(config) != info.config_fingerprint:
         raise RemoteProtocolError(
             f"the config of run {info.run_id} does not hash to its fingerprint {info.config_fingerprint.hex()[:16]}",

@@ -38,6 +38,7 @@ OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would n
     "data.datasets": (("web", 1, "ab" * 32),),
     "data.urls": ("https://example.org/shards",),
     "data.eos_id": 256,
+    "data.tokenizer_hash": "ab" * 32,
     "sync.steps_per_round": 7,
     "scheduler.warmup_ratio": 0.1,
     "sync.fragments": 5,

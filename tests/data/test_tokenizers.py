@@ -17,9 +17,10 @@ from tokenizers import models, pre_tokenizers, trainers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from spes_p2p.config.sections import is_public
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
-from spes_p2p.data.tokenizers import is_public, load_tokenizer
+from spes_p2p.data.tokenizers import load_tokenizer
 from spes_p2p.errors import DataError
 from spes_p2p.interop.tokenizer import Publishable
 

@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from spes_p2p.data import web_client, web_shards
-from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.manifest import Dataset, Manifest
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.data.trees import TREES, FolderPieces
 from spes_p2p.data.web_client import WebClient
-from spes_p2p.data.web_shards import WebMirrors
+from spes_p2p.data.web_shards import MAX_MANIFEST_ENTRIES, WebMirrors
 from spes_p2p.data.web_url import WebAccess, WebFolder
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import HASH_BYTES
@@ -300,6 +300,23 @@ def test_strangers_urls_lead_to_no_private_address(lab: Lab, server: WebServer, 
 
     lab.play(inside, f"https://localhost:{server.port}/shards", access=WebAccess.PUBLIC)
     assert server.asked == []
+
+
+def test_a_manifest_of_millions_of_entries_is_not_taken_apart(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object) -> None:
+        raise AssertionError("it is taken apart")
+
+    monkeypatch.setattr(Manifest, "parse", parse)
+    (tmp_path / "manifest.json").write_bytes(b'{"inputs":[' + b"[]," * MAX_MANIFEST_ENTRIES + b"[]]}")
+    with WebServer(tmp_path) as server:
+
+        async def story(mirrors: WebMirrors) -> None:
+            with pytest.raises(NetworkError, match="has more than 1048576 entries"):
+                await mirrors.pieces([1])
+
+        lab.play(story, server.url)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.card import Facts
 from spes_p2p.interop.evaluate import Score
 from spes_p2p.interop.export import export_model
+from spes_p2p.interop.tokenizer import byte_level
 from spes_p2p.interop.weights import FORMAT
 from spes_p2p.observe.events import Eval, Round, Tasks
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
@@ -237,13 +238,27 @@ def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None
 def test_a_path_that_somebody_published_is_not_opened_and_a_lost_file_is_no_end(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    said = list[str]()
     published = saved(tmp_path / "published", with_data(tokenizer=str(path)))
-    run_export(ExportOptions(tmp_path / "out", published), said.append)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is "):
+        run_export(ExportOptions(tmp_path / "out", published), lambda text: None)
+    said = list[str]()
     lost = saved(tmp_path / "lost", with_data(), tokenizer="/of/another/machine.json")
     run_export(ExportOptions(tmp_path / "again", lost), said.append)
-    assert "the run names none" in said[0]
-    assert "/of/another/machine.json' cannot be loaded: the file does not exist; add the one" in said[1]
+    assert "/of/another/machine.json' cannot be loaded: the file does not exist; add the one" in said[0]
+
+
+@pytest.mark.parametrize("name", ["mine", "me/mine"])
+def test_a_tokenizer_that_a_run_names_is_not_what_has_this_name_here(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "here" / name
+    own.mkdir(parents=True)
+    byte_level().save(str(own / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path / "here")
+    said = list[str]()
+    run_export(ExportOptions(tmp_path / "out", saved(tmp_path / "peer", with_data(tokenizer=name))), said.append)
+    assert f"the run names {name!r}, and a file or folder here has this name" in said[0]
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import ConfigError, RemoteProtocolError
 from spes_p2p.ids import sha256
 from spes_p2p.sync.genesis import GENESIS, check_genesis, check_run, describe_run
 from tests.sync.chains import ORGANISER, B, MadeRun
@@ -57,6 +57,20 @@ def test_a_config_that_is_not_what_the_record_says_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="does not hash to its fingerprint") as caught:
         check_run(info, info.fingerprint)
     assert "same spes-p2p version" in caught.value.fix
+
+
+def test_the_name_of_a_run_is_that_of_its_config() -> None:
+    """It has been checked there; anybody could write anything here."""
+    info = replace(RUN.info, run_id="\x1b[2Jtiny")
+    with pytest.raises(RemoteProtocolError, match=r"run '\\x1b\[2Jtiny' is that of run tiny"):
+        check_run(info, info.fingerprint)
+
+
+def test_an_organiser_is_told_of_a_config_that_nobody_would_take() -> None:
+    stages = tuple((number, 50, 50) for number in (*range(1, 6000), 0))
+    data = RUN.config.data.model_copy(update={"mix": stages})
+    with pytest.raises(ConfigError, match=r"as it is published, has \d+ characters, over 65536"):
+        describe_run(RUN.config.model_copy(update={"data": data}), RUN.info.dataset, ORGANISER)
 
 
 def test_genesis_of_the_organiser_is_taken() -> None:
