@@ -57,6 +57,7 @@ class Removed(NamedTuple):
 
 REMOVED: dict[str, Removed] = {
     "model.own_layout": Removed("", "fork the model: docs/api.md says which files"),
+    "sync.merge_kind": Removed("paper"),
 }
 """By dotted key, one row for each field that was taken out. Who takes a field out of the schema adds its row here.
 

@@ -164,9 +164,14 @@ def _file_names(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if (outside := next((name for name in names if Path(name).name != name), None)) is not None:
+                raise ValueError(
+                    f"it names {outside[:80]!r}, which is not in its folder"
+                )  # another's words, from the hub
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged: {error}", fix=_FIX) from error
+        return names
     if (folder / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", fix=_FIX)

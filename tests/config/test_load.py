@@ -325,6 +325,12 @@ def test_a_published_config_of_an_older_version_loads_where_what_is_gone_had_its
         assert "docs/tried.md" in error.value.fix
 
 
+def test_what_older_versions_published_at_its_defaults_is_read_as_it_was() -> None:
+    """So that their checkpoints export: each field that is gone since has its row."""
+    older = Path(__file__).with_name("published_by_cd602221.yaml").read_text()
+    assert published_config(older, "the run's") == tiny()
+
+
 @pytest.mark.usefixtures("a_removed_field")
 def test_what_is_removed_is_not_in_the_schema() -> None:
     fields = {key for key, _ in fields_of_tree()}

@@ -227,6 +227,10 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     refused(r"has neither model.safetensors nor")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     refused(r"gone.safetensors is missing")
+    save_file(whole, tmp_path.parent / "others.safetensors")  # whose values the run would publish
+    for outside in ("../others.safetensors", str(tmp_path.parent / "others.safetensors")):
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(whole, outside)}))
+        refused(f"it names '{outside}', which is not in its folder")
 
 
 def test_a_run_of_another_model_is_refused_by_its_fields(tmp_path: Path) -> None:
