@@ -18,9 +18,8 @@ from typing import Any
 from spes_p2p.config.fingerprint import fingerprint
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.interop import evaluate as harness
 from spes_p2p.interop.card import Facts
-from spes_p2p.interop.evaluate import Score, chosen_tasks
-from spes_p2p.interop.evaluate import evaluate as _evaluate
 from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until, with_start_folder
 from spes_p2p.peer.export import ExportOptions, run_export
@@ -155,9 +154,11 @@ class Swarm:
         return run_export(ExportOptions(Path(output), None, self._run, tokenizer=tokenizer, **options), say)
 
 
-def evaluate(folder: Path | str, suite: str = "quick", **options: Any) -> tuple[Score, ...]:
-    """Scores of a Hugging Face folder; `options` as of `spes_p2p.interop.evaluate.evaluate`, such as `limit`."""
-    return _evaluate(Path(folder), chosen_tasks(suite), **options)
+def evaluate(
+    folder: Path | str, suite: str = "quick", include_path: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """What lm-evaluation-harness says of a Hugging Face folder; `options` as of `interop.evaluate.evaluate`."""
+    return harness.evaluate(Path(folder), harness.find_tasks(suite, include_path), **options)
 
 
 class _Caller:

@@ -1,11 +1,13 @@
-"""`spes-p2p eval`: tasks of lm-evaluation-harness. Flags and a table; the work is in `peer/evaluation.py`."""
+"""`spes-p2p eval`: tasks of lm-evaluation-harness. What is no Hugging Face folder yet
+becomes one in the temporary folder first, which takes the room of the model there.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import typer
 
@@ -21,9 +23,6 @@ from spes_p2p.cli.arguments import (
 )
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import model_at, shown_bytes, told
-
-if TYPE_CHECKING:
-    from spes_p2p.peer.evaluation import Evaluation
 
 
 def evaluate(
@@ -58,10 +57,11 @@ def evaluate(
 
     Example: spes-p2p eval --checkpoint peer --suite quick --limit 200
     """
-    from spes_p2p.interop.evaluate import chosen_tasks, find_tasks
-    from spes_p2p.peer.evaluation import EvalOptions, run_eval
-    from spes_p2p.peer.export import ExportOptions
+    from spes_p2p.interop import evaluate as harness
+    from spes_p2p.peer.devices import choose_device
+    from spes_p2p.peer.export import ExportOptions, run_export
     from spes_p2p.peer.options import meeting
+    from spes_p2p.peer.stopping import interrupted_by_signals
     from spes_p2p.swarm.invite import looks_like_invite
 
     invites: tuple[str, ...] = ()
@@ -70,27 +70,18 @@ def evaluate(
     run = meeting(invites, initial_peers or (), run_id, fingerprint)
     if folder is None:
         one_source(checkpoint, run.addresses)
-    if folder is None or not folder.exists():  # what can be known before a model is fetched, which may take hours
-        find_tasks(chosen_tasks(suite), include_path)
-    if folder is not None:
-        folder = model_at(folder)
-    source = ExportOptions(Path(), checkpoint, run, dtype.value, tokenizer=tokenizer)
-    options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length)
-    with shown_bytes() as report:
-        found = run_eval(options, told, report)
+    tasks = harness.find_tasks(suite, include_path)  # before a model is fetched, which may take hours
+    where = str(choose_device(device))
+    with interrupted_by_signals(), TemporaryDirectory(prefix="spes-p2p-eval-") as temporary:
+        if folder is not None:
+            model = model_at(folder)
+        else:
+            model = Path(temporary) / "model"
+            with shown_bytes() as report:
+                run_export(ExportOptions(model, checkpoint, run, dtype.value, tokenizer=tokenizer), told, report)
+        found = harness.evaluate(model, tasks, limit, where, batch_size, max_length)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found)))
+        wanted = {name: found[name] for name in ("results", "groups", "n-shot", "n-samples") if name in found}
+        typer.echo(json.dumps(wanted, default=str))
     else:
-        _show(found)
-
-
-def _show(found: Evaluation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("task", "shots", "samples", "metric", "value", "", box=None, pad_edge=False)
-    for score in found.scores:
-        counts = ("" if count is None else str(count) for count in (score.shots, score.samples))
-        error = "" if score.stderr is None else f"± {score.stderr:.4f}"
-        table.add_row(score.task, *counts, score.metric, f"{score.value:.4f}", error)
-    Console().print(table)
+        typer.echo(harness.table(found))

@@ -75,7 +75,7 @@ class _Fold:
                 self._history.add_held_out(round=event.round, at=time, loss=event.loss, peer=self._name)
             case on.Peer():
                 self._note(time, event.change, f"{short(event.who)} {event.change} (round {event.round})")
-            case on.Columns() | on.Pause() | on.Tasks() | on.Note() | on.Warning() | on.Error():
+            case on.Columns() | on.Pause() | on.Note() | on.Warning() | on.Error():
                 kind = "experts" if isinstance(event, on.Columns) else event.event
                 self._note(time, kind, f"{self._name}: {line(event)}")
 

@@ -147,18 +147,6 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """Scores of a committed model on tasks of lm-evaluation-harness."""
-
-    event: ClassVar[str] = "tasks"
-    round: int
-    step: int
-    """Both are 0 where the model does not say of which round it is."""
-    scores: Mapping[str, float]
-    """`task/metric` to value."""
-
-
-@dataclass(frozen=True)
 class Note:
     """What a person wants to know, and is no problem."""
 
@@ -191,7 +179,7 @@ class LastError(Error):
     """With which the command ends, which says it itself."""
 
 
-Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Tasks | Note | Warning | Error
+Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Note | Warning | Error
 KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 
 

@@ -62,9 +62,6 @@ def _line(event: on.Event) -> str:
             return f"paused: {event.why}" if event.paused else "training resumes"
         case on.Eval():
             return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
-        case on.Tasks():
-            scores = ", ".join(f"{name} {value:.4f}" for name, value in event.scores.items())
-            return f"tasks at step {event.step} (round {event.round}): {scores}"
         case on.Note():
             return event.message
         case on.Warning():
@@ -146,7 +143,5 @@ def scalars(event: on.Event) -> tuple[int, dict[str, float]]:
             }
         case on.Eval():
             return event.step, {"eval/loss": event.loss}
-        case on.Tasks():
-            return event.step, {f"tasks/{name}": value for name, value in event.scores.items()}
         case _:
             return 0, {}

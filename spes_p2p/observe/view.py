@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spes_p2p.observe.events import Error, Eval, Event, Note, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Error, Eval, Event, Note, Peer, Round, Step, Warning
 from spes_p2p.observe.metrics import Ema
 from spes_p2p.observe.text import line
 
@@ -47,7 +47,7 @@ class PeerView:
                 self._apply_round(event)
             case Eval():
                 self.eval_loss, self.eval_round = event.loss, event.round
-            case Peer() | Tasks() | Note() | Warning() | Error():
+            case Peer() | Note() | Warning() | Error():
                 self.messages = (*self.messages, line(event))[-_MESSAGES_KEPT:]
 
     def seconds_to_sync(self) -> float | None:

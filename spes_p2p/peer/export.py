@@ -17,11 +17,12 @@ from spes_p2p.config.schema import Config
 from spes_p2p.config.sections import DataConfig
 from spes_p2p.data.tokenizers import ByteTokenizer, NoEndOfText, load_tokenizer
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.interop.card import CurvePoint, Facts, curve_of
+from spes_p2p.interop.card import Facts, HeldOut
 from spes_p2p.interop.export import export_model, filled_folder, trimmed
 from spes_p2p.interop.hf import hf_config, state_layout
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import Dtype, Format
+from spes_p2p.observe.events import Eval, Round
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.folder import CHECKPOINTS
@@ -144,12 +145,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Version, Facts]:
     run = checkpoint.run
     config = published_config(run["config"], origin=f"the config in {checkpoint.folder}")
     version = checkpoint.version(state_layout(config))
-    curve = read_curve(metrics_of(checkpoint.folder), checkpoint.round)
-    root, step = version.root.hex(), checkpoint.step
-    peers = max((point.peers for point in curve), default=None)
-    tokens = run.get("tokens")
-    facts = Facts(run["run_id"], run["fingerprint"], root, config, checkpoint.round, step, tokens, curve, peers)
-    return version, facts
+    peers, held_out = _seen(metrics_of(checkpoint.folder), checkpoint.round)
+    return version, Facts(
+        run["run_id"], run["fingerprint"], version.root.hex(), config, checkpoint.round, checkpoint.step,
+        run.get("tokens"), peers, held_out,
+    )  # fmt: skip
 
 
 def facts_of_run(fetched: Fetched) -> Facts:
@@ -161,10 +161,15 @@ def facts_of_run(fetched: Fetched) -> Facts:
     )  # fmt: skip
 
 
-def read_curve(metrics: Path, last_round: int) -> tuple[CurvePoint, ...]:
-    """The losses of a peer's metrics.jsonl up to a round; none where there is no such file."""
-    events = (event for _, event in EventReader(metrics).read())
-    return tuple(point for point in curve_of(events) if point.round <= last_round)
+def _seen(metrics: Path, last_round: int) -> tuple[int | None, HeldOut | None]:
+    """The largest roster and the newest held-out loss up to a round, as a peer's metrics.jsonl tells them."""
+    peers, held_out = None, None
+    for _, event in EventReader(metrics).read():
+        if isinstance(event, Round) and event.round <= last_round:
+            peers = max(peers or 0, event.roster_size)
+        elif isinstance(event, Eval) and event.round <= last_round:
+            held_out = HeldOut(event.round, event.loss)
+    return peers, held_out
 
 
 def fetch_over_network(

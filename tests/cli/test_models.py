@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spes_p2p.peer.evaluation import EvalOptions, run_eval
 from spes_p2p.peer.export import ExportOptions
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import NOBODY, refused
@@ -87,8 +86,8 @@ def test_what_is_wrong_with_an_evaluation_is_told_before_a_model_is_fetched(
         raise AssertionError("a model is fetched")
 
     monkeypatch.setattr("spes_p2p.interop.hub.model_folder", fetch)
-    monkeypatch.setattr("spes_p2p.peer.evaluation.run_export", fetch)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr("spes_p2p.peer.export.run_export", fetch)
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     for model in (("somebody/a-model",), ("--checkpoint", str(tmp_path)), ("--initial-peers", NOBODY)):
         refused(spes_p2p("eval", *model), "lm-eval cannot be imported", "scripts/venv.sh eval")
 
@@ -102,12 +101,13 @@ def test_an_evaluation_that_is_ended_leaves_no_model_behind(tmp_path: Path, monk
         (source.output / "model.safetensors").write_bytes(b"large")
         signal.raise_signal(signal.SIGTERM)
 
+    monkeypatch.setattr("spes_p2p.interop.evaluate.find_tasks", lambda *asked: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("spes_p2p.peer.evaluation.run_export", export)
+    monkeypatch.setattr("spes_p2p.peer.export.run_export", export)
     before = signal.signal(signal.SIGTERM, not_heeded)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            run_eval(EvalOptions(None, ExportOptions(Path())), lambda text: None)
+        ended = spes_p2p("eval", "--initial-peers", NOBODY)
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert ended.exit_code != 0
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,10 @@ from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.data.tokenizers import ByteTokenizer, load_tokenizer
 from spes_p2p.errors import ConfigError, StorageFull
-from spes_p2p.interop.card import CurvePoint, Facts, curve_of
+from spes_p2p.interop.card import Facts
 from spes_p2p.interop.export import export_model, filled_folder
 from spes_p2p.interop.tokenizer import Publishable, byte_level
-from spes_p2p.interop.weights import FORMAT, INDEX_FILE, SINGLE_FILE, Dtype, Format, PublishedWeights
-from spes_p2p.observe.events import Eval, Event, Round, Step
+from spes_p2p.interop.weights import INDEX_FILE, SINGLE_FILE, Dtype, Format, PublishedWeights
 from spes_p2p.state.layout import BlockSource
 from tests.interop.states import LLAMA, OLMOE, QWEN2, QWEN3, random_state, run_config
 from tests.model.tiny import tiny_tokens
@@ -212,41 +210,6 @@ def test_the_card_says_what_it_is(tmp_path: Path) -> None:
     assert text.startswith("run:\n  run_id: ")
     assert "{" not in text
     assert published_yaml(config_from_text(text)) == published_yaml(config)
-
-
-def test_curves_count_each_round_once() -> None:
-    def round(number: int, tokens: int) -> Round:
-        return Round(number, 10 * number, 3, "committed", tokens, 0, 0, {}, "")
-
-    def step(loss: float) -> Step:
-        return Step(1, loss, 8, 1.0, 1e-3, 1.0)
-
-    events: list[Event] = [
-        step(4.0),
-        step(3.0),
-        round(1, 100),
-        Eval(1, 10, 3.2, 64),
-        round(2, 50),
-        step(math.nan),
-        step(2.0),
-        round(3, 60),
-    ]
-    assert curve_of(events) == (
-        CurvePoint(1, 10, 100, 3.5, 3.2, 3),
-        CurvePoint(2, 20, 150, None, None, 3),
-        CurvePoint(3, 30, 210, 2.0, None, 3),
-    )
-
-
-def test_a_long_curve_is_thinned_and_ends_with_the_last_round(tmp_path: Path) -> None:
-    config = run_config(**OLMOE)
-    curve = tuple(CurvePoint(at, 10 * at, 100 * at, 5.0 - at / 100, None) for at in range(1, 200))
-    tmp_path.mkdir(exist_ok=True)
-    facts = facts_of(config, curve=curve)
-    export_model(random_state(config)[1], facts, tmp_path, FORMAT, None)
-    rows = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.count("|") == 7]
-    assert 20 <= len(rows) - 2 <= 24
-    assert rows[-1].startswith("| 199 | 1,990 | 19,900 |")
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError, NetworkError
-from spes_p2p.interop.card import NO_LICENCE, CurvePoint, Facts, model_card, run_of_card, with_licence_of
+from spes_p2p.interop.card import NO_LICENCE, Facts, HeldOut, model_card, run_of_card, with_licence_of
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.hub import check_name, check_token, model_folder, push_folder
 from spes_p2p.interop.weights import Format
@@ -238,11 +238,10 @@ def test_what_the_hub_does_not_have_or_keeps_is_named(hub: HubServer) -> None:
 
 
 def test_a_card_has_the_facts_and_leaves_the_licence_to_the_user() -> None:
-    curve = (CurvePoint(1, 20, 500, 4.0, 3.5, 3), CurvePoint(2, 40, 900, 3.0, None, 5))
-    card = model_card(facts(curve=curve, peers=5), "OlmoeForCausalLM", "bf16")
+    card = model_card(facts(peers=5, held_out=HeldOut(2, 3.5)), "OlmoeForCausalLM", "bf16")
     header = card.split("---\n")[1]
     assert NO_LICENCE in header
-    for fact in ("# a-run", "| peers | up to 5 in a round |", "| 1 | 20 | 500 | 3 | 4.0000 | 3.5000 |"):
+    for fact in ("# a-run", "| peers | up to 5 in a round |", "| held-out loss | 3.5000 (round 2) |"):
         assert fact in card
     assert run_of_card(card) == "ab" * 32
     assert run_of_card("# a model\n") is None

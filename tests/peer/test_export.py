@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,16 @@ from spes_p2p.config.load import published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
-from spes_p2p.errors import CheckpointError, ConfigError, DataError, NetworkError, StorageFull
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, NetworkError
 from spes_p2p.exchange.transfers import fill_state
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.interop.card import Facts
-from spes_p2p.interop.evaluate import Score
+from spes_p2p.interop.card import Facts, HeldOut
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.tokenizer import byte_level
 from spes_p2p.interop.weights import FORMAT
-from spes_p2p.observe.events import Eval, Round, Tasks
-from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
+from spes_p2p.observe.events import Eval, Round
+from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
 from spes_p2p.peer import fetching
-from spes_p2p.peer.evaluation import EvalOptions, run_eval
 from spes_p2p.peer.export import ExportOptions, Report, Say, facts_of_run, run_export
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.options import JoinTarget
@@ -68,7 +65,7 @@ def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path, monkeypatch: pyte
     metrics = JsonLines(peer / METRICS_FILE)
     for number in (7, 8):
         metrics.write(0.0, Round(number, 140, 3, "committed", 10, 0, 0, {}, ""))
-        metrics.write(0.0, Eval(number, 140, 3.25, 64))
+        metrics.write(0.0, Eval(number, 140, 10.25 - number, 64))
     metrics.close()
     said: list[str] = []
     told: list[tuple[str, int, int]] = []
@@ -78,7 +75,7 @@ def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path, monkeypatch: pyte
             ExportOptions(output, source), said.append, lambda what, done, total: told.append((what, done, total))
         )
         assert (facts.round, facts.step, facts.tokens, facts.run_id) == (7, 140, 999, "a-run")
-        assert [point.held_out for point in facts.curve] == [3.25]  # the round after it is not in it
+        assert (facts.peers, facts.held_out) == (3, HeldOut(7, 3.25))  # the round after it is not in it
         theirs = AutoModelForCausalLM.from_pretrained(output)
         tokens = tiny_tokens()
         with torch.no_grad():
@@ -89,33 +86,9 @@ def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(peer / "checkpoints")
     for number, source in enumerate((Path(), Path("step-00000140"))):
         facts = run_export(ExportOptions(tmp_path / f"here-{number}", source), said.append)
-        assert [point.held_out for point in facts.curve] == [3.25]
+        assert facts.held_out == HeldOut(7, 3.25)
     assert told[-1][0] == "export"
     assert told[-1][1] == told[-1][2] > 0
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_scores_that_took_hours_are_not_lost(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer trains on and removes the checkpoint meanwhile, or its folder takes no more."""
-    peer, said = saved(tmp_path / "peer", run_config(**OLMOE, vocab_size=257), tokenizer="byte"), list[str]()
-    JsonLines(peer / METRICS_FILE).close()
-    step, score = peer / "checkpoints" / "step-00000140", Score("sciq", "acc", 0.5, None, 0, 9)
-
-    def evaluate(*_: object) -> tuple[Score, ...]:
-        shutil.rmtree(step)
-        if full:
-            monkeypatch.setattr(JsonLines, "write", fail)
-        return (score,)
-
-    def fail(*_: object) -> None:
-        raise StorageFull("the disk is full")
-
-    monkeypatch.setattr("spes_p2p.peer.evaluation.evaluate", evaluate)
-    options = EvalOptions(None, ExportOptions(Path(), step), "sciq", device="cpu")
-    assert run_eval(options, said.append).scores == (score,)
-    found = [event for _, event in EventReader(peer / METRICS_FILE).read()]
-    assert found == ([] if full else [Tasks(7, 140, {"sciq/acc": 0.5})])
-    assert said == ([f"the scores are not written to {peer / METRICS_FILE}: the disk is full"] if full else [])
 
 
 def test_the_momentum_of_an_outer_optimizer_stays_behind(tmp_path: Path) -> None:

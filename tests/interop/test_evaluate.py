@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.interop.evaluate import SUITES, chosen_tasks, evaluate, flat
+from spes_p2p.interop.evaluate import SUITES, evaluate, find_tasks
 from spes_p2p.interop.tokenizer import Publishable
-from spes_p2p.observe.events import Tasks
-from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
-from spes_p2p.peer.evaluation import EvalOptions, run_eval
-from spes_p2p.peer.export import ExportOptions
+from tests.cli.conftest import spes_p2p
 from tests.interop.states import OLMOE, model_of, random_state, run_config
 from tests.interop.tasks import write_samples, write_task
 from tests.interop.test_export import exported
@@ -61,50 +58,54 @@ def expected_accuracy(samples: list[tuple[str, list[str], int]]) -> float:
 
 def test_a_folder_scores_as_our_own_model_does(tmp_path: Path, tasks: Path) -> None:
     folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
-    scores = evaluate(folder, {"parity": 0}, include_path=tasks)
-    assert {score.metric for score in scores} == {"acc", "acc_norm"}
-    accuracy = next(score for score in scores if score.metric == "acc")
-    assert (accuracy.task, accuracy.shots, accuracy.samples) == ("parity", 0, 12)
-    assert accuracy.value == pytest.approx(expected_accuracy(SAMPLES))
-    assert accuracy.stderr is not None
-    limited = evaluate(folder, {"parity": 2}, limit=5, include_path=tasks)
-    assert {(score.shots, score.samples) for score in limited} == {(2, 5)}
+    found = evaluate(folder, find_tasks("parity:0", tasks))
+    scores = found["results"]["parity"]
+    assert scores["acc,none"] == pytest.approx(expected_accuracy(SAMPLES))
+    assert {"acc_norm,none", "acc_stderr,none"} <= scores.keys()
+    assert (found["n-shot"]["parity"], found["n-samples"]["parity"]["effective"]) == (0, 12)
+    limited = evaluate(folder, find_tasks("parity:2", tasks), limit=5)
+    assert (limited["n-shot"]["parity"], limited["n-samples"]["parity"]["effective"]) == (2, 5)
 
 
-def test_a_checkpoint_is_scored_and_the_run_remembers(tmp_path: Path, tasks: Path) -> None:
+def test_a_checkpoint_is_scored(tmp_path: Path, tasks: Path) -> None:
     peer = saved(tmp_path / "peer", CONFIG, tokenizer="byte")
-    JsonLines(peer / METRICS_FILE).close()
-    options = EvalOptions(None, ExportOptions(Path(), peer), "parity:0", 4, tasks, device="cpu")
-    found = run_eval(options, lambda text: None)
-    assert (found.round, found.step) == (7, 140)
-    ((_, event),) = EventReader(peer / METRICS_FILE).read()
-    assert event == Tasks(7, 140, flat(found.scores))
+    command = ("eval", "--checkpoint", str(peer), "--suite", "parity:0", "--include-path", str(tasks), "--limit", "4")
+    shown = spes_p2p(*command, "--device", "cpu")
+    assert shown.exit_code == 0
+    assert [name in shown.output for name in ("parity", "acc_norm", "Stderr")] == [True, True, True]
+    found = json.loads(spes_p2p(*command, "--device", "cpu", "--json").output)
+    assert found["n-samples"]["parity"]["effective"] == 4
+    assert 0 <= found["results"]["parity"]["acc,none"] <= 1
 
 
-def test_suites_and_lists() -> None:
-    assert chosen_tasks("spes") is SUITES["spes"]
-    assert chosen_tasks("sciq, arc_challenge:25") == {"sciq": None, "arc_challenge": 25}
-    for wrong in ("", "sciq,", "sciq:many"):
-        with pytest.raises(ConfigError, match="is neither a suite nor a list of tasks"):
-            chosen_tasks(wrong)
+@pytest.mark.parametrize("wrong", ["", "sciq,", "sciq:many"])
+def test_what_is_no_list_of_tasks_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="is neither a suite nor a list of tasks"):
+        find_tasks(wrong)
+
+
+def test_the_harness_has_all_tasks_of_the_suites(tasks: Path) -> None:
+    with pytest.raises(ConfigError, match="the harness has no task 'parity'"):  # and all the others, then
+        find_tasks(",".join((*SUITES.values(), "parity")))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        find_tasks("parity", tasks / "nowhere")
 
 
 def test_what_cannot_be_evaluated_is_named(tmp_path: Path, tasks: Path) -> None:
+    parity = find_tasks("parity", tasks)
     folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1])
-    with pytest.raises(ConfigError, match="is not a folder"):
-        evaluate(folder, {"parity": 0}, include_path=tmp_path / "nowhere")
     with pytest.raises(DataError, match="has no tokenizer"):
-        evaluate(folder, {"parity": 0}, include_path=tasks)
+        evaluate(folder, parity)
     Publishable("byte").save(folder, 32)
     (folder / "model.safetensors").unlink()
     with pytest.raises(DataError, match=r"the model in .* cannot be loaded"):
-        evaluate(folder, {"parity": 0}, include_path=tasks)
+        evaluate(folder, parity)
     exported(tmp_path / "again", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
     with pytest.raises(DataError, match="longer than the model's context of 3 tokens"):
-        evaluate(tmp_path / "again", {"parity": 0}, include_path=tasks, max_length=3)
+        evaluate(tmp_path / "again", parity, max_length=3)
     (tmp_path / "parity.jsonl").unlink()
     with pytest.raises(DataError, match="the data of task parity cannot be loaded"):
-        evaluate(folder, {"parity": 0}, include_path=tasks)
+        evaluate(folder, parity)
 
 
 @pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no folder of evaluation data")
@@ -115,12 +116,10 @@ def test_real_tasks_over_files_of_ones_own(tmp_path: Path) -> None:
     for name in names:
         write_task(tmp_path / "tasks", f"local_{name}", data / f"{name}.jsonl")
     folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
-    scores = evaluate(
-        folder, {f"local_{name}": 0 for name in names}, limit=10, include_path=tmp_path / "tasks", max_length=2000
-    )
-    found = {score.task: score for score in scores if score.metric == "acc"}
+    tasks = find_tasks(",".join(f"local_{name}:0" for name in names), tmp_path / "tasks")
+    found = evaluate(folder, tasks, limit=10, max_length=2000)["results"]
     assert set(found) == {f"local_{name}" for name in names}
     for name in names:
         lines = [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()[:10]]
         samples = [(line["query"], [f" {choice}" for choice in line["choices"]], line["gold"]) for line in lines]
-        assert found[f"local_{name}"].value == pytest.approx(expected_accuracy(samples), abs=0.11)
+        assert found[f"local_{name}"]["acc,none"] == pytest.approx(expected_accuracy(samples), abs=0.11)
