@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spes_p2p.config.load import (
     REMOVED,
@@ -329,6 +330,14 @@ def test_what_older_versions_published_at_its_defaults_is_read_as_it_was() -> No
     """So that their checkpoints export: each field that is gone since has its row."""
     older = Path(__file__).with_name("published_by_cd602221.yaml").read_text()
     assert published_config(older, "the run's") == tiny()
+
+
+def test_every_field_that_is_gone_has_its_row_with_the_default_that_it_had() -> None:
+    """Private ones, too, which nobody ever published."""
+    older = yaml.safe_load(Path(__file__).with_name("fields_of_cd602221.yaml").read_text())
+    had = dict.fromkeys(older["given"]) | older["defaults"]
+    gone = had.keys() - {key for key, _ in fields_of_tree()}
+    assert (len(had), {key: had[key] for key in gone}) == (101, {key: REMOVED[key].default for key in gone})
 
 
 @pytest.mark.usefixtures("a_removed_field")

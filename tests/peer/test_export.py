@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from spes_p2p.checkpoint.save import save_checkpoint
-from spes_p2p.config.load import published_yaml
+from spes_p2p.config.load import published_config, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
@@ -89,6 +89,16 @@ def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path, monkeypatch: pyte
         assert facts.held_out == HeldOut(7, 3.25)
     assert told[-1][0] == "export"
     assert told[-1][1] == told[-1][2] > 0
+
+
+def test_a_checkpoint_of_an_older_version_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config names fields that are gone since, at their defaults."""
+    older = (Path(__file__).parents[1] / "config" / "published_by_cd602221.yaml").read_text()
+    monkeypatch.setattr("tests.peer.test_export.published_yaml", lambda config: older)
+    peer = saved(tmp_path / "peer", published_config(older, "the run's"), tokenizer="byte")
+    facts = run_export(ExportOptions(tmp_path / "out", peer), lambda text: None)
+    assert (facts.step, facts.config.model.num_experts) == (140, 8)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_experts == 8
 
 
 def test_the_momentum_of_an_outer_optimizer_stays_behind(tmp_path: Path) -> None:
