@@ -6,7 +6,7 @@
 #   SPES_MIRROR    instead: the invitation to a run that somebody else began, to serve it without a say in it
 #   SPES_DATA      folder of the run's token shards (leave it out with data.source=local)
 #   SPES_FOLDER    identity, genesis and certificates: keep it (default: ./bootstrap-node)
-#   SPES_ARCHIVE   folder, or URL such as s3://..., that keeps the newest state too, so that the run outlives its peers
+#   SPES_ARCHIVE   folder that keeps the newest state too, so that the run outlives its peers
 #   SPES_SERVE     1: reduce and hold for peers behind NAT too (not with SPES_ARCHIVE)
 #   SPES_PORT      TCP port (default: 31337)
 #   SPES_ANNOUNCE  multiaddresses that others should dial, separated by spaces, such as /dns4/host.example.org/tcp/31337,

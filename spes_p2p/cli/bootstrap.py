@@ -44,12 +44,8 @@ def bootstrap(
         ),
     ] = None,
     archive: Annotated[
-        str | None,
-        option(
-            "Also keep the newest state, in this folder or at s3://... and the like, so that the run outlives "
-            "its peers.",
-            metavar="DIR|URL",
-        ),
+        Path | None,
+        option("Also keep the newest state, in this folder, so that the run outlives its peers.", metavar="DIR"),
     ] = None,
     serve: Annotated[
         bool, option("Also average and store values for peers; those behind NAT then need no public peer.", "--serve")

@@ -28,14 +28,12 @@ from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.entrance import check_dialable
-from spes_p2p.peer.folder import claim_folder, kept_run, open_archive
+from spes_p2p.peer.folder import as_it_began, claim_folder, kept_run, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, how_to_join, introduction, join_command, order_lines
 from spes_p2p.peer.mirror import Mirror
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.node_metrics import NodeState, measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
-from spes_p2p.peer.remote_archive import RemoteArchive, run_as_it_began
-from spes_p2p.peer.remote_folder import RemoteFolder
 from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_start, start_folder, start_from
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
@@ -52,7 +50,6 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
-from spes_p2p.sync.organising.renewer import RENEWALS
 from spes_p2p.sync.organising.seat import Duty, Seat
 from spes_p2p.sync.passes import PASSES_FILE, Doorkeeper, full_roll_line
 from spes_p2p.sync.starting import zeros
@@ -68,11 +65,11 @@ READ_SECONDS = 10.0
 class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
-    `archive`: where to keep the newest state too, a folder or a URL that fsspec opens (None: nowhere). `init_from`: a
-    Hugging Face folder, or ORG/NAME of the hub, whose values the run starts from (None: made from its seed). `serve`:
-    take part, without training, as the public peer of the others. `mirror`: the run to mirror, in the place of a
-    config; `max_data_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`: where
-    Prometheus may ask at `metrics_host` (None: nowhere).
+    `archive`: a folder to keep the newest state in too (None: nowhere). `init_from`: a Hugging Face folder, or ORG/NAME
+    of the hub, whose values the run starts from (None: made from its seed). `serve`: take part, without training, as
+    the public peer of the others. `mirror`: the run to mirror, in the place of a config; `max_data_disk`: bytes of its
+    data that are copied, where `data` names no copy. `metrics_port`: where Prometheus may ask at `metrics_host` (None:
+    nowhere).
     """
 
     network: NetworkOptions
@@ -80,7 +77,7 @@ class BootstrapOptions:
     config_path: Path | None = None
     data: str | None = None
     overrides: tuple[str, ...] = ()
-    archive: str | None = None
+    archive: Path | None = None
     init_from: Path | None = None
     serve: bool = False
     mirror: JoinTarget | None = None
@@ -120,14 +117,12 @@ def _check(options: BootstrapOptions) -> None:
             "--mirror serves an existing run, so it cannot be combined with --config, overrides or --init-from",
             fix="leave these out",
         )
-    if options.archive is not None and "://" in options.archive:
-        RemoteFolder(options.archive)  # now, not when terabytes of data have been hashed
     if options.serve and options.config_path is None and options.mirror is None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
-    if options.serve and _archive_folder(options) is not None:
+    if options.serve and options.archive is not None:
         raise ConfigError(
             "--serve already keeps the newest state in --output; --archive would keep it twice",
-            fix="leave --archive out, or give it a URL",
+            fix="leave --archive out",
         )
 
 
@@ -176,8 +171,7 @@ async def _serve_on(
             await asyncio.Event().wait()
     else:
         dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
-        now = describe_run(run.config, dataset, network.signer.peer_id)
-        info = await run_as_it_began(options.folder, options.archive, now)
+        info = as_it_began(options.folder, describe_run(run.config, dataset, network.signer.peer_id))
         await RunNode(options, run, info, network, say).serve(ready)
 
 
@@ -225,7 +219,6 @@ class RunNode:
         self._info, self._say = info, say
         self._run, self._node = Run(info, found.config, layout), Node(network, MonotonicClock(), say)
         self._folder = options.folder / "run"
-        self._renewals = self._folder / RENEWALS
         claim_folder(self._folder, info, layout, self._me)
         self._sources = SourceKeeper(info, self._node.checker.check, options.folder / DATA)
         self._trouble = asyncio.get_running_loop().create_future()
@@ -236,7 +229,7 @@ class RunNode:
         """Until something fails. `ready` is called with the join command once peers can come."""
         options, network = self._options, self._network
         async with contextlib.AsyncExitStack() as ends:
-            self._chain, self._remote, store = await self._open(ends)
+            self._chain, store = await self._open(ends)
             files = RunFiles(self._folder, self._chain, store, self._answers())
             self._seat = seat = Seat(
                 self._run, self._node, files, _duty(options), lambda: self._announcer.sources(), self._failed,
@@ -263,27 +256,22 @@ class RunNode:
             await ends.enter_async_context(measuring(port, host, self._info.run_id, self._me, self._look, self._say))
             ready(join_command(network.transport.addresses, self._info))
             await watch.start()  # after that: where few answer, a look at the DHT takes long
-            await _first_failure(self._trouble, *self._chores(store))
+            await _first_failure(self._trouble, *self._chores())
 
     # ---------------------------------------------------------------- the disk
 
-    async def _open(self, ends: contextlib.AsyncExitStack) -> tuple[Chain, RemoteArchive | None, StateStore]:
-        """The chain, the archive at a URL, and the store of all states that are kept; each with what it lacked."""
+    async def _open(self, ends: contextlib.AsyncExitStack) -> tuple[Chain, StateStore]:
+        """The chain, and the store of all states that are kept; each with what it lacked."""
         store = StateStore(self._folder / "state", self._run.layout)
         ends.callback(store.close)
         others = partial(read_peers, self._network, self._info.run_id, READ_SECONDS)
         chain = await opened_chain(self._folder / "chain", self._run, self._node, others)
-        remote = self._remote_archive()
-        if remote is not None:
-            await remote.restore_chain(chain, self._renewals, has_state=store.latest() is not None)
         if store.latest() is None:
             await self._make_initial(store, chain)
-        if (archive := _archive_folder(self._options)) is not None:
-            store = open_archive(archive, self._info, store)
+        if self._options.archive is not None:
+            store = open_archive(self._options.archive, self._info, store)
             ends.callback(store.close)
-        if remote is not None:
-            await remote.restore_state(store, chain)
-        return chain, remote, store
+        return chain, store
 
     async def _make_initial(self, store: StateStore, chain: Chain) -> None:
         options, config, layout = self._options, self._config, self._run.layout
@@ -300,15 +288,6 @@ class RunNode:
             work = partial(store.create_initial, InitialState(layout, config.run.seed, config.model.init_std))
         await asyncio.to_thread(work)
 
-    def _remote_archive(self) -> RemoteArchive | None:
-        url, traffic = self._options.archive, self._network.transport.traffic
-        if url is None or "://" not in url:
-            return None
-        return RemoteArchive(
-            RemoteFolder(url), self._run, self._node.checker.check, self._say,
-            partial(traffic.upload.take, urgent=False), partial(traffic.download.take, urgent=False),
-        )  # fmt: skip
-
     def _answers(self) -> Callable[[DataRequest], Blob] | None:
         """For who asks this node for data; None where peers bring their own."""
         if self._data is None:
@@ -319,13 +298,11 @@ class RunNode:
 
     # ---------------------------------------------------------------- what goes on
 
-    def _chores(self, store: StateStore) -> list[Coroutine[Any, Any, None]]:
+    def _chores(self) -> list[Coroutine[Any, Any, None]]:
         """What never ends well."""
         transport, announcer, chores = self._network.transport, self._announcer, [self._report_commits()]
         if self._me == self._info.organiser and self._config.swarm.electors == "vouched":
             chores.append(self._admit())
-        if self._remote is not None:
-            chores.append(self._remote.keep(lambda: self._seat.kept, self._chain, store, self._renewals))
         if self._mirror is not None:
             chores += [self._mirror.await_genesis(self._organiser), self._mirror.copy_data(announcer)]
             if self._data is not None:
@@ -408,13 +385,6 @@ class RunNode:
         """Who is in the DHT and no member hears from us too."""
         self._seat.greet(peer for peer in known if peer != self._me)
         self._contacts.learnt(known.values())
-
-
-def _archive_folder(options: BootstrapOptions) -> Path | None:
-    """Where states are kept on this disk; what is copied to a URL comes from there, or from a node that serves."""
-    if options.archive is None or "://" not in options.archive:
-        return Path(options.archive) if options.archive is not None else None
-    return None if options.serve else options.folder / "archive"
 
 
 def _duty(options: BootstrapOptions) -> Duty:

@@ -89,11 +89,6 @@ class CommitFiles:
         with _reading(self._path(round)) as path:
             return unpack_first(Certificate, path.read_bytes())
 
-    def size(self, round: int) -> int:
-        """Bytes of a packed commit. Raises StateError."""
-        with _reading(self._path(round)) as path:
-            return path.stat().st_size
-
     def written_at(self, round: int) -> float:
         """Unix seconds."""
         return self._path(round).stat().st_mtime
@@ -310,11 +305,6 @@ class Chain:
                     break
                 found.append(data)
         return tuple(found)
-
-    def sizes(self, length: int) -> tuple[int, ...]:
-        """Bytes of the first `length` packed commits; of fewer, where fewer are here."""
-        with self._lock:
-            return tuple(self._files.size(round) for round in range(min(length, self.length)))
 
     def has(self, head: Hash, round: int) -> bool:
         """Whether `head` names the commit of that round, as far as it is here. Cheap: strangers ask for many."""

@@ -145,7 +145,7 @@ def test_a_damaged_certificate_is_taken_from_a_peer_that_is_up(tmp_path: Path, i
         options = BootstrapOptions(NetworkOptions(), folder)
         node = RunNode(options, _Found(made.config, None), made.info, network.peer(ORGANISER), print)
         async with contextlib.AsyncExitStack() as ends:
-            chain, _, _ = await node._open(ends)
+            chain, _ = await node._open(ends)
             assert chain.newest == commits[-1]
 
     if is_up:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -217,6 +218,33 @@ def test_the_archive_goes_on_after_a_restart(folder: Path) -> None:
         await swarm.until_round(newest.manifest.round + 2, ["d", "e"])
         await until(lambda: is_archived(swarm))
         check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_a_copy_of_its_folder_brings_the_run_back_when_all_machines_are_gone(folder: Path) -> None:
+    """As docs/bootstrap-node.md has rclone make it, while the run goes on."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        own, copy, leave_out = folder / ORGANISER_ID, folder / "bucket", shutil.ignore_patterns("staging-*", "lock")
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await until(lambda: is_archived(swarm))
+        for part in ("state", "chain"):
+            shutil.copytree(own / part, copy / part, ignore=leave_out)
+        copied = commits(swarm)[-1].manifest
+        await swarm.until_round(copied.round + 2)
+        for name in "abc":
+            await swarm.peers[PeerId(name)].kill()
+        await swarm.kill_organiser()
+        shutil.rmtree(own)
+        copy.rename(own)
+        await swarm.start_organiser()
+        await asyncio.gather(swarm.add("d"), swarm.add("e"))
+        await swarm.until_round(copied.round + 3, ["d", "e"])
+        chain = commits(swarm, "d")
+        assert chain[copied.round].manifest == copied
+        assert chain[copied.round + 1].certificate.by_organiser
 
     with_archive(folder, play)
 
