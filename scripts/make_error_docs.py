@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the lists of docs/troubleshooting.md and docs/refusals.md: every error and most warnings, found in the source.
+"""Writes the lists of docs/troubleshooting.md: every error with a fix and most warnings, found in the source.
 
     python scripts/make_error_docs.py
 
@@ -7,7 +7,8 @@ Each error with a fix has a code, kept in spes_p2p/cli/error_codes.json, unless 
 One whose words have changed keeps its code, where most of them are the same; else it gets a new one, and the old code
 is never given again. Who rewords an error altogether changes its text there, too.
 
-What is filled in at run time stands in angle brackets. Left out are warnings whose text is not made where the event is;
+What is filled in at run time stands in angle brackets. Left out are errors without a fix, which a peer says as reasons
+inside of others, and warnings whose text is not made where the event is;
 what people wrote on the page has some of them. The tests compare the page with what this makes of the source.
 """
 
@@ -16,15 +17,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-REFUSALS = ROOT / "docs" / "refusals.md"
-"""Errors without a fix: for those who change the program."""
 CODES = ROOT / "spes_p2p" / "cli" / "error_codes.json"
 ALIKE = 0.7
 """An error whose text is at least so similar to one that has gone is the same error (1: equal)."""
@@ -35,24 +34,12 @@ WARNINGS = {"Warning": 0, "Notice": 1}
 """Events that carry a message for people, and at which place."""
 PLAIN = {"strerror": "error", "me": "peer id", "shown": "value", "text": "value", "found": "value"}
 """Words for names of the code that say nothing to others."""
-AREAS = {
-    "cli": "Commands", "api": "Commands", "config": "Config", "data": "Data", "consensus": "The run",
-    "exchange": "The run",
-    "swarm": "Network", "sync": "The run",
-    "state": "State on disk", "checkpoint": "Checkpoints", "interop": "Models", "peer": "A peer or a bootstrap node",
-    "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",
-    "observe": "Metrics", "dashboard": "Dashboard", "quickstart": "Quickstart", "codecs": "The run",
-    "wire": "The run", "ids": "The run", "errors": "The run", "limits": "The run", "files": "State on disk",
-    "locks": "State on disk", "bounds": "The run", "parent": "The run",
-    "failpoints": "Quickstart and tests", "__init__": "Commands",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
 class Message:
     """One that users may meet; `kind` is the class of the error, or of the event."""
 
-    area: str
     text: str
     fix: str
     kind: str
@@ -60,15 +47,14 @@ class Message:
 
 def messages() -> list[Message]:
     """Of the whole package, each once."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "spes_p2p").rglob("*.py"))}
-    errors, constants = _errors(trees.values()), _constants(trees.values())
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "spes_p2p").rglob("*.py"))]
+    errors, constants = _errors(trees), _constants(trees)
     found = set()
-    for path, tree in trees.items():
-        area = AREAS[path.relative_to(ROOT / "spes_p2p").parts[0].removesuffix(".py")]
+    for tree in trees:
         for function, call in _calls(tree):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
             if name in errors or name in WARNINGS:
-                found |= set(_messages(area, name, call, Scope(function, tree, constants)))
+                found |= set(_messages(name, call, Scope(function, tree, constants)))
     return sorted(found)
 
 
@@ -129,7 +115,7 @@ def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
     yield from walk(tree, tree)
 
 
-def _messages(area: str, name: str, call: ast.Call, scope: Scope) -> Iterator[Message]:
+def _messages(name: str, call: ast.Call, scope: Scope) -> Iterator[Message]:
     at = WARNINGS.get(name, 0)
     if len(call.args) <= at:
         return
@@ -139,7 +125,7 @@ def _messages(area: str, name: str, call: ast.Call, scope: Scope) -> Iterator[Me
     fixes = " or ".join(_texts(fix, scope)) if fix is not None else ""
     for text in _texts(call.args[at], scope):
         if re.search(r"[A-Za-z]{2}", re.sub(r"<[^>]*>", "", text)):  # else all of it comes from elsewhere
-            yield Message(area, text, fixes, name)
+            yield Message(text, fixes, name)
 
 
 def _texts(node: ast.AST | None, scope: Scope, depth: int = 0) -> list[str]:
@@ -228,40 +214,27 @@ def shape(text: str) -> str:
 
 
 def render() -> dict[Path, str]:
-    """The pages: what people wrote of each, and the lists; and the file of codes."""
+    """The page: what people wrote of it, and the lists; and the file of codes."""
     found = messages()
-    errors = [one for one in found if one.kind not in WARNINGS]
-    shown = [one.text for one in errors if one.fix and len(re.findall("[A-Za-z]", shape(one.text))) >= FEWEST_LETTERS]
+    errors = [one for one in found if one.kind not in WARNINGS and one.fix]
+    shown = [one.text for one in errors if len(re.findall("[A-Za-z]", shape(one.text))) >= FEWEST_LETTERS]
     by_code = codes(shown, json.loads(CODES.read_text()) if CODES.exists() else {})
     code_of = {text: code for code, text in by_code.items()}
-    lists = {
-        PAGE: [
-            *_list("Every error", [one for one in errors if one.fix], code_of),
-            *("", "Those that are reasons inside of others are in [refusals](refusals.md)."),
-            *_list("Most warnings", [one for one in found if one.kind in WARNINGS]),
-        ],
-        REFUSALS: _list("Every refusal", [one for one in errors if not one.fix]),
-    }
-    written = {page: page.read_text().partition(BEGIN)[0] for page in lists}
-    pages = {page: "\n".join([f"{written[page]}{BEGIN}", *lines]) + "\n" for page, lines in lists.items()}
-    return pages | {CODES: json.dumps(by_code, indent=0, ensure_ascii=False) + "\n"}
+    told = sorted((code_of.get(shape(one.text), ""), _cell(one.text), _cell(one.fix)) for one in errors)
+    warnings = [[_cell(one.text), _cell(one.fix)] for one in found if one.kind in WARNINGS]
+    lines = [
+        *("", "## Every error", "", "By code.", "", *_table(["code", "message", "fix"], told)),
+        *("", "## Most warnings", "", *_table(["message", "fix"], warnings)),
+    ]
+    page = "\n".join([PAGE.read_text().partition(BEGIN)[0] + BEGIN, *lines]) + "\n"
+    return {PAGE: page, CODES: json.dumps(by_code, indent=0, ensure_ascii=False) + "\n"}
 
 
-def _list(title: str, chosen: list[Message], code_of: dict[str, str] | None = None) -> list[str]:
-    """A table for each area; with the codes of the messages where there are any."""
-    lines = ["", f"## {title}"]
-    has_fix = any(one.fix for one in chosen)
-    for area in dict.fromkeys(one.area for one in chosen):
-        lines += ["", f"### {title.split()[1].replace('ies', 'y').rstrip('s').capitalize()}s: {area}", ""]
-        heads = [*(["code"] if code_of else []), "message", *(["fix"] if has_fix else [])]
-        lines += [_row(heads), _row(["---"] * len(heads))]
-        for one in (one for one in chosen if one.area == area):
-            cells = [_cell(one.text), *([_cell(one.fix)] if has_fix else [])]
-            lines.append(_row([code_of.get(shape(one.text), ""), *cells] if code_of else cells))
-    return lines
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_row(heads), _row(["---"] * len(heads)), *map(_row, rows)]
 
 
-def _row(cells: list[str]) -> str:
+def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -274,4 +247,4 @@ def _cell(text: str) -> str:
 if __name__ == "__main__":
     for page, text in render().items():
         page.write_text(text)
-    print(f"{PAGE}, {REFUSALS}: {len(messages())} messages")
+    print(f"{PAGE}: {len(messages())} messages")
