@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import base58
 
 from spes_p2p import wire
+from spes_p2p.data.web_url import is_public_address
 from spes_p2p.errors import ConfigError, RemoteProtocolError
 from spes_p2p.ids import RUN_ID, PeerId
 from spes_p2p.swarm.records import LISTING, MAX_ADDRESSES, PeerRecord
@@ -245,4 +246,4 @@ def _rank(address: str) -> int:
         ip = ipaddress.ip_address(found[2])
     except ValueError:
         return _PRIVATE
-    return _LOOPBACK if ip.is_loopback else 1 if ip.is_global else _PRIVATE
+    return _LOOPBACK if ip.is_loopback else 1 if is_public_address(found[2]) else _PRIVATE

@@ -68,6 +68,7 @@ def test_only_places_that_must_be_the_peer_are_evidence() -> None:
     assert (
         evidence(LOCAL, HOME, PUBLIC, met=(("192.168.1.7", 55_000),)) == []
     )  # it came to us: perhaps through a router
+    assert evidence("/ip6/fec0::1/tcp/1", "/ip4/100.64.0.1/tcp/1") == []  # networks at home, too
     assert evidence() == []
 
 

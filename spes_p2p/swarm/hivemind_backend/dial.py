@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from hivemind.utils.multiaddr import Multiaddr
 
+from spes_p2p.data.web_url import is_public_address
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import LISTING, MAX_ADDRESSES
 
@@ -179,8 +180,7 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_public(host: str) -> bool:
-    ip = _ip(host)
-    return ip is None or ip.is_global
+    return _ip(host) is None or is_public_address(host)
 
 
 def _is_loopback(host: str) -> bool:
