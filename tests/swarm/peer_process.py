@@ -1,7 +1,8 @@
 """One peer of the real network as a process of its own, for tests that stop or kill it.
 
 Prints one JSON line (address, pid of its daemon, temporary folder) when it serves, and leaves cleanly at the end of its
-input. `--strangers`: it knows no member; `--upload`: bytes a second that it sends at most.
+input. `--strangers`: it knows no member; `--upload`: bytes a second that it sends at most. `--daemon-bytes`:
+a daemon with more memory is ended, and one that ended is replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, daemon
 from spes_p2p.swarm.ports import Blob, anybody
 from spes_p2p.swarm.stream_server import StreamLimits
 
@@ -40,7 +41,7 @@ def nobody(peer: PeerId) -> bool:
     return False
 
 
-async def main(initial_peers: list[str], strangers: bool, upload: float | None) -> None:
+async def main(initial_peers: list[str], strangers: bool, upload: float | None, daemon_bytes: int | None) -> None:
     limits = StreamLimits(upload_bytes_per_second=upload)
     network = await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",), limits=limits)
     try:
@@ -48,7 +49,12 @@ async def main(initial_peers: list[str], strangers: bool, upload: float | None) 
         facts = {"address": network.transport.addresses[0], "daemon": network.daemon.pid, "folder": network.folder}
         sys.stdout.write(json.dumps(facts) + "\n")
         sys.stdout.flush()
+        if daemon_bytes:
+            daemon.MOST_BYTES = daemon_bytes
+            living = asyncio.ensure_future(network.keep_alive(lambda text: None))
         await asyncio.to_thread(sys.stdin.read)
+        if daemon_bytes:
+            living.cancel()
     finally:
         await network.close()
 
@@ -59,4 +65,5 @@ if __name__ == "__main__":
         parser.add_argument("initial_peers", nargs="*")
         parser.add_argument("--strangers", action="store_true")
         parser.add_argument("--upload", type=float)
+        parser.add_argument("--daemon-bytes", type=int)
         thread.run(main(**vars(parser.parse_args())))

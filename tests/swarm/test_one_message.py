@@ -6,6 +6,7 @@ The node is a process of its own, the stranger speaks to it as any libp2p progra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -14,14 +15,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgpack
+import psutil
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.swarm.calls import CALL_BYTES, CALLS, answer_limits
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.hello import HELLO_NAME
@@ -154,6 +156,36 @@ def test_a_key_asked_for_again_and_again_is_part_of_the_upload(thread: NetworkTh
             assert refused
 
     with child("--strangers", "--upload", str(upload)) as node:
+        thread.run(scenario(node))
+
+
+def test_a_daemon_that_keeps_half_sent_messages_is_replaced_and_the_node_stays(thread: NetworkThread) -> None:
+    """Each stream announces 16 MiB, brings 8 and stops. Another daemon, under the same address, has none of that."""
+    streams, each = 30, 8 * MIB
+
+    async def scenario(node: Child) -> None:
+        first = psutil.Process(node.daemon)
+        async with stranger(node) as one:
+            p2p = one.network.daemon.p2p
+            for _ in range(streams):
+                if not first.is_running():
+                    break
+                with contextlib.suppress(P2PDaemonError, OSError):  # it is ended while it is sent to
+                    _, _, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(node.peer), CALL)
+                    writer.write(b"\x80\x80\x80\x07" + bytes(each))
+                    async with asyncio.timeout(ANSWER_SECONDS):
+                        await writer.drain()
+            async with asyncio.timeout(ANSWER_SECONDS):
+                while first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
+                    await asyncio.sleep(0.1)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while True:
+                with contextlib.suppress(NetworkError):
+                    async with stranger(node) as another:
+                        assert await another.network.transport.call(node.peer, b"hello", 5.0)
+                        return
+
+    with child("--strangers", "--daemon-bytes", str(150 * MIB)) as node:
         thread.run(scenario(node))
 
 

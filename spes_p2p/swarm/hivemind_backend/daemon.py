@@ -33,6 +33,9 @@ _MAX_FOLDER_CHARACTERS = 50
 _END_SECONDS = 5.0
 _NOTICED_SECONDS = 0.2
 """How long to wait for the news that the daemon has ended, after an error that this would explain."""
+MOST_BYTES = 2**30
+"""Resident memory of a daemon that is ended for it: it keeps what others have sent half, as long as they like."""
+_LOOK_SECONDS = 2.0
 _SAID_NOTHING = "Daemon failed to start: None"
 """hivemind's message for a daemon that was killed; otherwise the message contains the daemon's reason."""
 
@@ -103,6 +106,8 @@ class Daemon:
         self._folder, self._identity_path = folder, identity_path
         self.ended = asyncio.Event()
         """Set while there is none: nothing can be reached."""
+        self.has_grown = False
+        """The one that ended last was ended for its memory."""
         self._watching: asyncio.Task[None] | None = None
         """Done when it has ended without us; None while none is meant to run."""
 
@@ -113,7 +118,10 @@ class Daemon:
 
     async def start(self, options: dict[str, Any]) -> None:
         """Raises as `start_daemon`."""
-        self.p2p = await start_daemon(self._folder, identity_path=str(self._identity_path), **options)
+        self.p2p, self.has_grown = (
+            await start_daemon(self._folder, identity_path=str(self._identity_path), **options),
+            False,
+        )
         self._watching = asyncio.create_task(self._watch(self.p2p))
 
     async def stop(self) -> None:
@@ -169,11 +177,25 @@ class Daemon:
         """Until the daemon ends, or hivemind no longer reads its answers (which is as bad)."""
         reading = p2p._client.control._read_task
         ended = asyncio.ensure_future(p2p._child.wait())
+        waited = (ended, reading) if reading else (ended,)
         try:
-            await asyncio.wait((ended, reading) if reading else (ended,), return_when=asyncio.FIRST_COMPLETED)
+            while not (await asyncio.wait(waited, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if _resident_bytes(p2p._child.pid) > MOST_BYTES:
+                    self.has_grown = True
+                    kill_daemon(p2p)
         finally:
             ended.cancel()
         self.ended.set()
+
+
+def _resident_bytes(pid: int) -> int:
+    """Of a process; 0 once it is gone."""
+    import psutil  # here, since who only looks at a run needs none
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
 
 
 class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):

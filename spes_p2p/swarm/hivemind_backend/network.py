@@ -246,7 +246,9 @@ class HivemindNetwork:
         while True:
             await self.daemon.ended.wait()
             now = time.monotonic()
-            ends = [*(at for at in ends if now - at < RESTARTS_WITHIN_SECONDS), now]
+            why = "had grown too large" if self.daemon.has_grown else "ended"
+            if not self.daemon.has_grown:  # that is others' doing, and must not end this node
+                ends = [*(at for at in ends if now - at < RESTARTS_WITHIN_SECONDS), now]
             if len(ends) > MOST_RESTARTS:
                 raise NetworkError(
                     f"the libp2p daemon ended {len(ends)} times in {now - ends[0]:.0f} s",
@@ -256,7 +258,7 @@ class HivemindNetwork:
                 await self.restart()
             except DaemonEnded:
                 continue
-            say("the libp2p daemon ended; a new one with the same identity has replaced it")
+            say(f"the libp2p daemon {why}; a new one with the same identity has replaced it")
 
     async def close(self) -> None:
         """Leaves nothing behind: no daemon, no socket, no lock. Safe to call twice."""
