@@ -33,7 +33,7 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.wire import pack
-from tests.simulation.virtual_time import run_virtual
+from tests.simulation.virtual_time import run_virtual, virtual
 from tests.sync.chains import A, B, MadeRun
 
 MADE = MadeRun()
@@ -420,7 +420,8 @@ def test_the_run_of_a_stranger() -> None:
     play(story)
 
 
-def test_the_first_error_ends_the_others_and_is_raised_as_it_is() -> None:
+@virtual
+async def test_the_first_error_ends_the_others_and_is_raised_as_it_is() -> None:
     ended: list[int] = []
 
     async def wait(number: int) -> None:
@@ -430,13 +431,10 @@ def test_the_first_error_ends_the_others_and_is_raised_as_it_is() -> None:
         finally:
             ended.append(number)
 
-    async def main() -> None:
-        with pytest.raises(NetworkError, match="number 1"):
-            await all_of(wait(number) for number in (0, 1))
-        assert sorted(ended) == [0, 1]
-        await all_of([])
-
-    run_virtual(main())
+    with pytest.raises(NetworkError, match="number 1"):
+        await all_of(wait(number) for number in (0, 1))
+    assert sorted(ended) == [0, 1]
+    await all_of([])
 
 
 def test_the_fastest_holder_gives_most_and_the_slow_one_holds_nothing_up() -> None:

@@ -28,7 +28,7 @@ from spes_p2p.swarm.hivemind_backend.directory import EnvelopeValidator, Hivemin
 from spes_p2p.swarm.hivemind_backend.storage import MAX_KEYS, MOST_RECORDS, BoundedSerializer, bound
 from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.swarm.records import bounds_of, peers_key
-from tests.simulation.virtual_time import run_virtual
+from tests.simulation.virtual_time import virtual
 
 ME, MEMBER = PeerId("me"), PeerId("member")
 KEY = peers_key("tiny")
@@ -84,52 +84,44 @@ def node() -> Node:
     return Node()
 
 
-def test_strangers_fill_a_key_so_far_and_members_find_room_all_the_same(node: Node) -> None:
-    async def test() -> None:
-        took = [peer for peer in MANY if await node.store(peer, LARGE)]
-        assert FITTING <= len(took) < FITTING + 2
-        assert sum(node.kept().values()) <= BOUNDS.strangers_bytes  # type: ignore[union-attr]
-        assert await node.store(MEMBER, LARGE)
-        assert await node.store(ME, LARGE)
-        assert await node.store(took[0], LARGE, seconds=120.0)  # who came first stays
-        assert not await node.store(MANY[-1], LARGE)
-        assert set(node.kept()) == {*took, MEMBER, ME}
-        assert set(list(node.kept())[:2]) == {MEMBER, ME}  # for readers who know nobody
-
-    run_virtual(test())
+@virtual
+async def test_strangers_fill_a_key_so_far_and_members_find_room_all_the_same(node: Node) -> None:
+    took = [peer for peer in MANY if await node.store(peer, LARGE)]
+    assert FITTING <= len(took) < FITTING + 2
+    assert sum(node.kept().values()) <= BOUNDS.strangers_bytes  # type: ignore[union-attr]
+    assert await node.store(MEMBER, LARGE)
+    assert await node.store(ME, LARGE)
+    assert await node.store(took[0], LARGE, seconds=120.0)  # who came first stays
+    assert not await node.store(MANY[-1], LARGE)
+    assert set(node.kept()) == {*took, MEMBER, ME}
+    assert set(list(node.kept())[:2]) == {MEMBER, ME}  # for readers who know nobody
 
 
-def test_strangers_begin_so_many_keys_and_members_begin_theirs_all_the_same(node: Node) -> None:
-    async def test() -> None:
-        took = [number for number in range(2 * MAX_KEYS) if await node.store(MANY[0], key=peers_key(f"run-{number}"))]
-        assert len(took) == MAX_KEYS
-        assert await node.store(MEMBER)
-        assert await node.store(MANY[1])
-
-    run_virtual(test())
+@virtual
+async def test_strangers_begin_so_many_keys_and_members_begin_theirs_all_the_same(node: Node) -> None:
+    took = [number for number in range(2 * MAX_KEYS) if await node.store(MANY[0], key=peers_key(f"run-{number}"))]
+    assert len(took) == MAX_KEYS
+    assert await node.store(MEMBER)
+    assert await node.store(MANY[1])
 
 
-def test_what_strangers_push_into_the_cache_hides_nothing(node: Node) -> None:
-    async def test() -> None:
-        await node.store(MEMBER)
-        assert not await node.store(MANY[0], in_cache=True, seconds=3600.0)
-        found = await node.protocol.rpc_find(dht_pb2.FindRequest(keys=[DHTID.generate(source=KEY).to_bytes()]), None)
-        assert set(dict(MSGPackSerializer.loads(found.results[0].value).items())) == {MEMBER}
-
-    run_virtual(test())
+@virtual
+async def test_what_strangers_push_into_the_cache_hides_nothing(node: Node) -> None:
+    await node.store(MEMBER)
+    assert not await node.store(MANY[0], in_cache=True, seconds=3600.0)
+    found = await node.protocol.rpc_find(dht_pb2.FindRequest(keys=[DHTID.generate(source=KEY).to_bytes()]), None)
+    assert set(dict(MSGPackSerializer.loads(found.results[0].value).items())) == {MEMBER}
 
 
-def test_a_search_puts_nothing_into_the_storage(node: Node) -> None:
-    async def test() -> None:
-        await node.store(MEMBER)
-        key = DHTID.generate(source=KEY)
-        search = _SearchState(key, float("inf"), future=asyncio.get_running_loop().create_future())
-        search.add_candidate(node.protocol.storage.get(key), DHTID(1))
-        end = time.time() + 60.0
-        search.add_candidate(ValueWithExpiration(node.records(MANY, b"v", end), end), DHTID(2))
-        assert set(node.kept()) == {MEMBER}
-
-    run_virtual(test())
+@virtual
+async def test_a_search_puts_nothing_into_the_storage(node: Node) -> None:
+    await node.store(MEMBER)
+    key = DHTID.generate(source=KEY)
+    search = _SearchState(key, float("inf"), future=asyncio.get_running_loop().create_future())
+    search.add_candidate(node.protocol.storage.get(key), DHTID(1))
+    end = time.time() + 60.0
+    search.add_candidate(ValueWithExpiration(node.records(MANY, b"v", end), end), DHTID(2))
+    assert set(node.kept()) == {MEMBER}
 
 
 def test_one_record_that_ended_on_its_way_spoils_no_answer_and_too_many_are_not_looked_at(
@@ -155,17 +147,15 @@ def test_one_record_that_ended_on_its_way_spoils_no_answer_and_too_many_are_not_
     assert len(looked_at) <= FITTING + 2
 
 
-def test_members_that_are_too_many_are_bounded_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+@virtual
+async def test_members_that_are_too_many_are_bounded_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "MAX_KEY_BYTES", 2 * len(LARGE))
-
-    async def test() -> None:
-        assert await node.store(MEMBER, LARGE)
-        assert not await node.store(ME, LARGE)
-
-    run_virtual(test())
+    assert await node.store(MEMBER, LARGE)
+    assert not await node.store(ME, LARGE)
 
 
-def test_a_reader_takes_members_and_whom_it_knew_before_others(node: Node) -> None:
+@virtual
+async def test_a_reader_takes_members_and_whom_it_knew_before_others(node: Node) -> None:
     end = time.time() + 60.0
     publishers = [MANY[0]]
 
@@ -176,32 +166,27 @@ def test_a_reader_takes_members_and_whom_it_knew_before_others(node: Node) -> No
         }
         return ValueWithExpiration(values, end)
 
-    async def test() -> None:
-        daemon: Any = SimpleNamespace(require=lambda: None)
-        directory = HivemindDirectory(
-            SimpleNamespace(get=get), node.keys.signer(ME), node.keys, node.validator, daemon,
-            lambda peer: asyncio.sleep(0), lambda peer: peer == MEMBER,
-        )  # fmt: skip
-        assert set(await directory.read(KEY)) == {MANY[0]}
-        publishers[:] = [*reversed(MANY), MEMBER]
-        read = set(await directory.read(KEY))
-        assert {MANY[0], MEMBER} <= read
-        assert FITTING <= len(read) < FITTING + 3
-        assert set(await directory.read(KEY)) == read
-        assert directory.dropped > FITTING
-
-    run_virtual(test())
+    daemon: Any = SimpleNamespace(require=lambda: None)
+    directory = HivemindDirectory(
+        SimpleNamespace(get=get), node.keys.signer(ME), node.keys, node.validator, daemon,
+        lambda peer: asyncio.sleep(0), lambda peer: peer == MEMBER,
+    )  # fmt: skip
+    assert set(await directory.read(KEY)) == {MANY[0]}
+    publishers[:] = [*reversed(MANY), MEMBER]
+    read = set(await directory.read(KEY))
+    assert {MANY[0], MEMBER} <= read
+    assert FITTING <= len(read) < FITTING + 3
+    assert set(await directory.read(KEY)) == read
+    assert directory.dropped > FITTING
 
 
-def test_what_a_node_keeps_is_not_sent_to_new_ids(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        assert await node.store(MEMBER)
-        monkeypatch.setattr(node.protocol, "call_store", lambda *arguments, **options: pytest.fail("it was sent"))
-        node.protocol.node_id, node.protocol.num_replicas = DHTID.generate(source=KEY), 5
-        for _ in range(10):
-            await node.protocol.update_routing_table(DHTID.generate(), PeerID(os.urandom(34)))
-
-    run_virtual(test())
+@virtual
+async def test_what_a_node_keeps_is_not_sent_to_new_ids(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await node.store(MEMBER)
+    monkeypatch.setattr(node.protocol, "call_store", lambda *arguments, **options: pytest.fail("it was sent"))
+    node.protocol.node_id, node.protocol.num_replicas = DHTID.generate(source=KEY), 5
+    for _ in range(10):
+        await node.protocol.update_routing_table(DHTID.generate(), PeerID(os.urandom(34)))
 
 
 def test_records_are_unpacked_as_hivemind_packs_them(node: Node) -> None:

@@ -31,7 +31,7 @@ from spes_p2p.sync.outbox import WAITING, Outbox, in_parts
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack, unpack
-from tests.simulation.virtual_time import run_virtual
+from tests.simulation.virtual_time import virtual
 
 A, B = PeerId("a"), PeerId("b")
 PIECE = Slice(0, 0, 4, A, (A,))
@@ -115,87 +115,75 @@ def test_a_large_envelope_is_cut_into_parts_that_say_the_same() -> None:
     assert together([unpack(Envelope, part) for part in parts]) == whole
 
 
-def test_what_is_posted_arrives_and_answers_come_back() -> None:
-    async def main() -> None:
-        desk = await Desk().open()
-        for sequence in range(3):
-            desk.outbox.post(B, envelope(desk.sealer, sequence))
-        await asyncio.sleep(1)
-        assert sorted(said.statuses[0].value.sequence for said in desk.listener.heard) == [0, 1, 2]
-        assert desk.answers == [Envelope(B)] * 3
-        await desk.tasks.stop()
-
-    run_virtual(main())
+@virtual
+async def test_what_is_posted_arrives_and_answers_come_back() -> None:
+    desk = await Desk().open()
+    for sequence in range(3):
+        desk.outbox.post(B, envelope(desk.sealer, sequence))
+    await asyncio.sleep(1)
+    assert sorted(said.statuses[0].value.sequence for said in desk.listener.heard) == [0, 1, 2]
+    assert desk.answers == [Envelope(B)] * 3
+    await desk.tasks.stop()
 
 
-def test_a_lost_message_does_not_hold_up_the_next() -> None:
-    async def main() -> None:
-        desk = await Desk().open()
-        desk.network.set_link(A, B, LinkShape(loss=1.0))
-        desk.outbox.post(B, envelope(desk.sealer, 0))
-        await asyncio.sleep(0.1)
-        desk.network.set_link(A, B, LinkShape())
-        desk.outbox.post(B, envelope(desk.sealer, 1))
-        await asyncio.sleep(0.1)
-        assert len(desk.listener.heard) == 1
-        await desk.tasks.stop()
-
-    run_virtual(main())
+@virtual
+async def test_a_lost_message_does_not_hold_up_the_next() -> None:
+    desk = await Desk().open()
+    desk.network.set_link(A, B, LinkShape(loss=1.0))
+    desk.outbox.post(B, envelope(desk.sealer, 0))
+    await asyncio.sleep(0.1)
+    desk.network.set_link(A, B, LinkShape())
+    desk.outbox.post(B, envelope(desk.sealer, 1))
+    await asyncio.sleep(0.1)
+    assert len(desk.listener.heard) == 1
+    await desk.tasks.stop()
 
 
-def test_a_silent_peer_gets_the_newest_when_it_comes_back() -> None:
-    async def main() -> None:
-        desk = await Desk().open()
-        desk.network.freeze(B)
-        for sequence in range(3 * WAITING):
-            desk.outbox.post(B, envelope(desk.sealer, sequence))
-        assert len(desk.outbox._lines[B].waiting) == WAITING
-        await asyncio.sleep(3)
-        desk.network.thaw(B)
-        await asyncio.sleep(5)
-        assert max(said.statuses[0].value.sequence for said in desk.listener.heard) == 3 * WAITING - 1
-        assert not desk.outbox._lines  # nothing is kept of a peer to which nothing is said
-        await desk.tasks.stop()
-
-    run_virtual(main())
+@virtual
+async def test_a_silent_peer_gets_the_newest_when_it_comes_back() -> None:
+    desk = await Desk().open()
+    desk.network.freeze(B)
+    for sequence in range(3 * WAITING):
+        desk.outbox.post(B, envelope(desk.sealer, sequence))
+    assert len(desk.outbox._lines[B].waiting) == WAITING
+    await asyncio.sleep(3)
+    desk.network.thaw(B)
+    await asyncio.sleep(5)
+    assert max(said.statuses[0].value.sequence for said in desk.listener.heard) == 3 * WAITING - 1
+    assert not desk.outbox._lines  # nothing is kept of a peer to which nothing is said
+    await desk.tasks.stop()
 
 
-def test_a_refusal_is_noticed_once() -> None:
+@virtual
+async def test_a_refusal_is_noticed_once() -> None:
     async def refuse() -> None:
         raise RemoteProtocolError("not you")
 
-    async def main() -> None:
-        desk = await Desk(refuse).open()
-        for sequence in range(5):
-            desk.outbox.post(B, envelope(desk.sealer, sequence))
-            await asyncio.sleep(1)
-        assert [(notice.kind, notice.peer) for notice in desk.notices] == [("refused", B)]
-        assert "not you" in desk.notices[0].text
-        await desk.tasks.stop()
-
-    run_virtual(main())
-
-
-def test_what_no_call_can_carry_is_said_and_breaks_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        desk = await Desk().open()
-        huge = desk.sealer.seal(Report(NO_HASH, NO_HASH, 0, PIECE, (), ((A, "x" * 3 * 2**20),)))
-        desk.outbox.post(B, Envelope(A, reports=(huge,)))
+    desk = await Desk(refuse).open()
+    for sequence in range(5):
+        desk.outbox.post(B, envelope(desk.sealer, sequence))
         await asyncio.sleep(1)
-        assert [notice.kind for notice in desk.notices] == ["refused"]
-        await desk.tasks.stop()
+    assert [(notice.kind, notice.peer) for notice in desk.notices] == [("refused", B)]
+    assert "not you" in desk.notices[0].text
+    await desk.tasks.stop()
 
-    run_virtual(main())
+
+@virtual
+async def test_what_no_call_can_carry_is_said_and_breaks_nothing(tmp_path: Path) -> None:
+    desk = await Desk().open()
+    huge = desk.sealer.seal(Report(NO_HASH, NO_HASH, 0, PIECE, (), ((A, "x" * 3 * 2**20),)))
+    desk.outbox.post(B, Envelope(A, reports=(huge,)))
+    await asyncio.sleep(1)
+    assert [notice.kind for notice in desk.notices] == ["refused"]
+    await desk.tasks.stop()
 
 
-def test_nothing_is_sent_after_stop() -> None:
-    async def main() -> None:
-        desk = await Desk().open()
-        for sequence in range(9):
-            desk.outbox.post(B, envelope(desk.sealer, sequence))
-        await desk.tasks.stop()
-        desk.outbox.post(B, envelope(desk.sealer, 99))
-        await asyncio.sleep(1)
-        assert not desk.answers
-
-    run_virtual(main())
+@virtual
+async def test_nothing_is_sent_after_stop() -> None:
+    desk = await Desk().open()
+    for sequence in range(9):
+        desk.outbox.post(B, envelope(desk.sealer, sequence))
+    await desk.tasks.stop()
+    desk.outbox.post(B, envelope(desk.sealer, 99))
+    await asyncio.sleep(1)
+    assert not desk.answers

@@ -20,7 +20,7 @@ from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SOURCES_FILE, SourceKeeper, check_sources, sign_sources
 from spes_p2p.wire import pack
 from tests.data.piece_makers import make_pieces
-from tests.simulation.virtual_time import run_virtual
+from tests.simulation.virtual_time import virtual
 from tests.sync.chains import ORGANISER
 from tests.sync.swarm_cases import small_config
 
@@ -59,32 +59,30 @@ class Node:
         return self._serving.answer(asked)
 
 
-def test_a_list_goes_from_the_organiser_over_a_peer_to_a_third(tmp_path: Path) -> None:
-    async def story() -> None:
-        run, network = Run(tmp_path), MemoryNetwork(1)
-        organiser, peer, late = run.keeper("organiser"), run.keeper("peer"), run.keeper("late")
-        await network.peer(ORGANISER).transport.serve(Node(run, organiser))
-        transport = network.peer(B).transport
-        with pytest.raises(RemoteProtocolError, match="no web server is known here"):
-            await peer.look(transport, ORGANISER, 5.0)
-        run.publish(organiser, FIRST)
+@virtual
+async def test_a_list_goes_from_the_organiser_over_a_peer_to_a_third(tmp_path: Path) -> None:
+    run, network = Run(tmp_path), MemoryNetwork(1)
+    organiser, peer, late = run.keeper("organiser"), run.keeper("peer"), run.keeper("late")
+    await network.peer(ORGANISER).transport.serve(Node(run, organiser))
+    transport = network.peer(B).transport
+    with pytest.raises(RemoteProtocolError, match="no web server is known here"):
         await peer.look(transport, ORGANISER, 5.0)
-        assert peer.urls == FIRST
-        await transport.serve(Node(run, peer))
-        network.kill(ORGANISER)
-        changes: list[tuple[str, ...]] = []
-        late.changed = lambda: changes.append(late.urls)
-        looking = asyncio.ensure_future(late.look_on(network.peer(ME).transport, lambda: (ORGANISER, B), lambda: 5.0))
-        await asyncio.sleep(60)
-        assert changes == [FIRST]
-        run.publish(organiser, SECOND)
-        await network.restart(ORGANISER).transport.serve(Node(run, organiser))
-        await asyncio.sleep(100)
-        looking.cancel()
-        assert changes == [FIRST, SECOND]
-        assert run.keeper("late").urls == SECOND  # kept for a later life
-
-    run_virtual(story())
+    run.publish(organiser, FIRST)
+    await peer.look(transport, ORGANISER, 5.0)
+    assert peer.urls == FIRST
+    await transport.serve(Node(run, peer))
+    network.kill(ORGANISER)
+    changes: list[tuple[str, ...]] = []
+    late.changed = lambda: changes.append(late.urls)
+    looking = asyncio.ensure_future(late.look_on(network.peer(ME).transport, lambda: (ORGANISER, B), lambda: 5.0))
+    await asyncio.sleep(60)
+    assert changes == [FIRST]
+    run.publish(organiser, SECOND)
+    await network.restart(ORGANISER).transport.serve(Node(run, organiser))
+    await asyncio.sleep(100)
+    looking.cancel()
+    assert changes == [FIRST, SECOND]
+    assert run.keeper("late").urls == SECOND  # kept for a later life
 
 
 def test_the_newest_word_counts_whoever_repeats_an_older_one(tmp_path: Path) -> None:
@@ -129,10 +127,8 @@ def test_a_damaged_list_on_disk_is_fetched_again(tmp_path: Path) -> None:
     assert run.keeper("organiser").urls == ()
 
 
-def test_nobody_to_ask_is_no_end(tmp_path: Path) -> None:
-    async def story() -> None:
-        run, network = Run(tmp_path), MemoryNetwork(1)
-        with pytest.raises(NetworkError):
-            await run.keeper("peer").look(network.peer(ME).transport, ORGANISER, 5.0)
-
-    run_virtual(story())
+@virtual
+async def test_nobody_to_ask_is_no_end(tmp_path: Path) -> None:
+    run, network = Run(tmp_path), MemoryNetwork(1)
+    with pytest.raises(NetworkError):
+        await run.keeper("peer").look(network.peer(ME).transport, ORGANISER, 5.0)
