@@ -22,7 +22,7 @@ import msgpack
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
-from spes_p2p.config.load import bundled_config, config_from_text
+from spes_p2p.config.load import bundled_config, load_config, published_config, published_yaml
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.messages import Commit, Seal
 from spes_p2p.data.manifest import Manifest as DataManifest
@@ -183,7 +183,9 @@ def _texts() -> dict[str, Target]:
     return {
         "invitations": Target(lambda data: invite.decode(data.decode("latin-1")), [word.encode()]),
         "config": Target(
-            lambda data: config_from_text(data.decode("latin-1")), [bundled_config("tiny").read_bytes()], every=10
+            lambda data: published_config(data.decode("latin-1"), "the config"),
+            [published_yaml(load_config(bundled_config("tiny"))).encode()],
+            every=10,
         ),
         "events": Target(from_json, lines, (ValueError,)),
         "dataset manifests": Target(

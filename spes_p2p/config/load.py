@@ -231,7 +231,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that reads 1e-4 as a number, and refuses what takes more time or memory than its text has.
 
     That is: anchors and aliases, by which a few lines stand for gigabytes; deep nesting; numbers of many digits; and
-    keys that appear twice.
+    keys that appear twice. Tags and dates, which no field has, are what they are written as: refused, and a text.
     """
 
     def __init__(self, text: str) -> None:
@@ -242,6 +242,8 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # before what it begins is read
         if event.anchor is not None:
             raise _refused(f"the anchor or alias {event.anchor[:80]!r}; write the value in each place", event)
+        if getattr(event, "tag", None) is not None:
+            raise _refused(f"the tag {event.tag[:80]!r}", event)
         if self._depth > MOST_DEPTH:
             raise _refused(f"lists and sections more than {MOST_DEPTH} deep", event)
         self._depth += 1
@@ -267,6 +269,10 @@ def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, f"a config may not have {what}", at.start_mark)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -284,7 +290,7 @@ def _parse(text: str, origin: str) -> Any:
         raise ConfigError(
             f"{origin} is not valid YAML: {_place_and_problem(error)}", fix="correct that line"
         ) from error
-    except ValueError as error:  # a date that is none
+    except ValueError as error:  # 0x_
         raise ConfigError(f"{origin} has a value that cannot be read: {error}", fix="correct that value") from error
 
 

@@ -15,7 +15,8 @@ import yaml
 from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.load import bundled_config, changed, config_from_text, load_config
 from spes_p2p.config.schema import Config, fields_of_tree
-from spes_p2p.data.loader import check_enough, open_dataset
+from spes_p2p.data.loader import check_enough
+from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
 from spes_p2p.files import NODE_FOLDER, check_is_new, in_folder, make_folder, write_new
@@ -139,9 +140,10 @@ def _look_at_data(run: NewRun, template: Path, say: Callable[[str], None]) -> tu
     """What the config says of the data, and how many tokens it has."""
     urls = checked_urls(run.data_urls)
     if run.data:
-        overrides = [f"data.path={run.data}"]
-        dataset = open_dataset(load_config(template, [*overrides, f"model.vocab_size={2**24}"]))
-        urls, ids, tokens = urls or checked_urls(dataset.urls), dataset.vocab_size, dataset.tokens
+        known = load_config(template)
+        dataset = Dataset.open(run.data, known.data.raw_dtype, known.model.vocab_size)
+        overrides, urls = [f"data.path={run.data}"], urls or checked_urls(dataset.urls)
+        ids, tokens = dataset.vocab_size, dataset.tokens
     else:
         found = asyncio.run(open_on_web(urls, say))
         overrides, ids, tokens = [], found.manifest.vocab_size, found.grid.tokens
