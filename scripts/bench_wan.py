@@ -3,7 +3,7 @@
 
     sudo python scripts/bench_wan.py                      # 4 peers that can be dialled, 100/20 Mbit/s
     sudo python scripts/bench_wan.py --public 2 --homes 4 --delay-ms 20
-    sudo python scripts/bench_wan.py --sync sync.overlap=true sync.fragments=2 --step-seconds 0.5
+    sudo python scripts/bench_wan.py --sync sync.overlap=true --step-seconds 0.5
 
 Real peers in network namespaces of this machine, links of token buckets (tc tbf), homes behind routers of their own
 (`tests/swarm/nat_box.py`), which also delay what they carry, each way; peers outside a home have no delay. The
@@ -139,7 +139,7 @@ def _formula(codec: Codec, arguments: argparse.Namespace) -> tuple[float, float]
     config = load_config(bundled_config(CONFIG), overrides)
     sizes, sync = Sizes.of(config.model), config.sync
     spread = Spread(peers, sizes.num_experts / peers, 1.0, sizes.num_experts)
-    traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments)
+    traffic = round_traffic(sizes, spread, sync.expert_rounds, sync.vocabulary_rounds)
     up, down = (way.bytes_in(codec, guest_codec=sync.guest_codec) for way in (traffic.up, traffic.down))
     return up, down
 

@@ -64,12 +64,6 @@ class Outer:
     momentum: float
 
 
-def outer_of(lr: float, momentum: float, steps: int, meant: int) -> Outer:
-    """Rate and momentum meant for an outer step every `meant` inner steps (0: any number), for one every `steps`."""
-    corrected = momentum ** (steps / meant) if meant else momentum
-    return Outer(lr * (1 - corrected) / (1 - momentum), corrected)
-
-
 # ---- the order of bytes ----
 
 
@@ -138,20 +132,19 @@ def round_result(
     alpha: float,
     top_k: int,
     tile_values: int | None = None,
-    outer: Mapping[str, Outer] | None = None,
+    outer: Outer | None = None,
     clips: bool = False,
 ) -> dict[str, NDArray[np.float64]]:
     """The state after a round. `committed` is the state before; a tensor may be missing there if the round brings it.
 
-    `tile_values` is only needed where slices of one block have different contributors, or with `clips`. With `outer`,
-    that of "shared" and "columns", `committed` holds the momentum of every tensor too.
+    `tile_values` is only needed where slices of one block have different contributors, or with `clips`. With `outer`
+    `committed` holds the momentum of every tensor too.
     """
     after = {name: np.array(value, np.float64) for name, value in committed.items()}
     for block in sorted({piece.block for piece in slices}):
         pieces = [piece for piece in slices if piece.block == block]
         means = _block_result(peers, pieces, committed, tile_values, clips)
-        which = "columns" if block else "shared"
-        after.update(means if outer is None else outer_step(means, committed, outer[which]))
+        after.update(means if outer is None else outer_step(means, committed, outer))
     return merged(after, alpha, top_k) if alpha > 0 else after
 
 
@@ -343,7 +336,7 @@ def _check_round(round: int, dumps: Mapping[str, Dump], earlier: Dump | None, ti
     if about["slices"] and not committed:
         covered = {piece.block for piece in slices}
         assert covered == {block_of(name) for name in after}, f"round {round}: blocks without the state before"
-    outer = None if about["outer"] is None else {kind: Outer(**step) for kind, step in about["outer"].items()}
+    outer = None if about["outer"] is None else Outer(**about["outer"])
     if outer is not None and not committed:
         return lacking  # nobody knows the momentum before
     result = round_result(peers, slices, committed, about["merge_alpha"], about["merge_top_k"], tile_values, outer)

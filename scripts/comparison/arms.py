@@ -29,7 +29,6 @@ ARMS = {
     "diloco-two-periods": "diloco two-periods",
     "nesterov": "diloco sync.outer=nesterov",
     "nesterov-often": "nesterov sync.steps_per_round={often}",
-    "nesterov-corrected": "nesterov-often sync.outer_steps={H}",
     "nesterov-small": "nesterov-often sync.outer_lr=0.3 sync.outer_momentum=0.7",
     "spes": "",
     "spes-often": "sync.steps_per_round={often}",

@@ -56,6 +56,9 @@ class Removed(NamedTuple):
 
 
 REMOVED: dict[str, Removed] = {
+    "sync.fragments": Removed(1),
+    "sync.overlap_steps": Removed(0),
+    "sync.outer_steps": Removed(0),
     "model.own_layout": Removed("", "fork the model: docs/api.md says which files"),
     "sync.merge_kind": Removed("paper"),
 }

@@ -155,12 +155,11 @@ class Config(Section):
 
 
 def steps_per_round_at(config: Config, step: int) -> int:
-    """Steps until the next sync, for a round that starts at global step `step`: H, or a fragment's share of it."""
+    """H of a round that starts at global step `step`."""
     schedule = config.sync.steps_per_round
     if isinstance(schedule, int):
-        return schedule // config.sync.fragments
-    steps = next(steps for until, steps in schedule if step < until or until == 0)
-    return steps // config.sync.fragments
+        return schedule
+    return next(steps for until, steps in schedule if step < until or until == 0)
 
 
 def fields_of_tree() -> Iterator[tuple[str, FieldInfo]]:

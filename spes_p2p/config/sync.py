@@ -58,14 +58,6 @@ class SyncConfig(Section):
         "most one round is in flight.",
         False,
     )
-    overlap_steps: Natural = agreed(
-        "Most inner steps to make while a round is synced; 0 means as many as a round has.", 0
-    )
-    fragments: Positive = agreed(
-        "Syncs that a round is spread over: each averages one part of the shared parameters and of the columns, after "
-        "H / fragments steps. The total number of bytes is the same, but fewer are sent at a time.",
-        1,
-    )
     aggregate: Literal["mean", "clip"] = agreed(
         "How contributions become one. mean: weighted by the tokens that each peer trained (SPES's released server "
         "gives all peers the same weight). clip, for runs with peers that nobody knows: "
@@ -100,11 +92,6 @@ class SyncConfig(Section):
     )
     outer_lr: float = agreed("Learning rate of the outer optimizer (only with nesterov).", 0.7, gt=0, le=10)
     outer_momentum: float = agreed("Momentum of the outer optimizer (only with nesterov).", 0.9, ge=0, lt=1)
-    outer_steps: Natural = agreed(
-        "Inner steps between two of its steps that rate and momentum are meant for: where there are fewer or more, "
-        "both follow, so that as much adds up in as many inner steps; 0: both stay as they are (only with nesterov).",
-        0,
-    )
 
     @field_validator("steps_per_round")
     @classmethod
@@ -126,7 +113,6 @@ class SyncConfig(Section):
     def _check(self) -> SyncConfig:
         if isinstance(self.steps_per_round, tuple):
             _check_schedule(self.steps_per_round)
-        _check_fragments(self.steps_per_round, self.fragments)
         if self.outer != "none" and self.vocabulary_rounds > 1:
             raise ConfigError(
                 f"sync.outer is {self.outer}, whose steps are alike for all shared parameters, but "
@@ -138,22 +124,7 @@ class SyncConfig(Section):
     @property
     def takes_turns(self) -> bool:
         """Whether a round leaves out values that are trained: who trains them is ahead of what is committed."""
-        return max(self.column_rounds, self.vocabulary_rounds) > 1
-
-    @property
-    def column_rounds(self) -> int:
-        """Syncs between two that hand out the same column."""
-        return self.expert_rounds * self.fragments
-
-
-def _check_fragments(steps_per_round: int | tuple[tuple[int, int], ...], fragments: int) -> None:
-    every = (steps_per_round,) if isinstance(steps_per_round, int) else [steps for _, steps in steps_per_round]
-    for steps in every:
-        if steps % fragments:
-            raise ConfigError(
-                f"sync.steps_per_round is {steps}, not a multiple of sync.fragments ({fragments})",
-                fix=f"use {steps // fragments * fragments or fragments} steps, for example",
-            )
+        return max(self.expert_rounds, self.vocabulary_rounds) > 1
 
 
 def _check_schedule(schedule: tuple[tuple[int, int], ...]) -> None:

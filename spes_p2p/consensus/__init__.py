@@ -26,5 +26,5 @@ What to read, in this order:
   (`vote`, `heard_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
   `electorate`.
 - Pure functions: `rules` (what a child manifest must be), `child_checks`, `certificate`, `membership`, `standing`,
-  `probation`, `slices`, `fragments`, `forks`, `bounds`. Measured time: `timing`, `liveness`.
+  `probation`, `slices`, `turns`, `forks`, `bounds`. Measured time: `timing`, `liveness`.
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
-from spes_p2p.consensus.fragments import Ranges, due_columns
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import (
@@ -26,6 +25,7 @@ from spes_p2p.consensus.membership import (
 )
 from spes_p2p.consensus.messages import Plan
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, derived, merge_alpha_for
+from spes_p2p.consensus.turns import Ranges, due_columns
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 

@@ -9,7 +9,6 @@ from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.fairness import LEADERS_LEAST_ROUND, Fairness
-from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.members import Members
@@ -20,6 +19,7 @@ from spes_p2p.consensus.rules import capped_tokens, counts
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.consensus.state import MOST_READY
 from spes_p2p.consensus.statements import contribution, members_after
+from spes_p2p.consensus.turns import due_columns
 from spes_p2p.ids import Hash
 from spes_p2p.ownership.assign import assign
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.electorate import Faults, SealRule
-from spes_p2p.consensus.fragments import AS_OFTEN, Ranges, Vocabulary, due_tiles
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import (
     WIRE_VERSION,
@@ -36,6 +35,7 @@ from spes_p2p.consensus.membership import (
 )
 from spes_p2p.consensus.messages import Work
 from spes_p2p.consensus.standing import with_standing
+from spes_p2p.consensus.turns import AS_OFTEN, Ranges, Vocabulary, due_tiles
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.ids import NO_HASH, NOBODY, Hash, PeerId, sha256
@@ -72,12 +72,10 @@ class RunRules:
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
     expert_rounds: int = 1
     """Each column is handed out in every so many rounds."""
-    fragments: int = 1
-    """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
     vocabulary: Vocabulary = AS_OFTEN
-    """Those that are averaged more seldom than that."""
-    outer: tuple[float, float, int] | None = None
-    """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, if there is one."""
+    """The shared tiles that are averaged more seldom than once a round."""
+    outer: tuple[float, float] | None = None
+    """(learning rate, momentum) of the outer optimizer, if there is one."""
     clips: bool = False
     """No contribution counts for much more than others do, nor pulls a mean far from where they are."""
     audited_share: float = 0.0
@@ -122,19 +120,18 @@ class RunRules:
 
     def due_shared(self, round: int) -> Ranges:
         """The shared tiles that are averaged in a round."""
-        return due_tiles(self.block_tiles[0] if self.exchange else 0, round, self.fragments, self.vocabulary)
+        return due_tiles(self.block_tiles[0] if self.exchange else 0, round, self.vocabulary)
 
     @property
     def shared_share(self) -> float:
         """Of the shared tiles, how many are averaged in a round, on average."""
-        left_out = self.vocabulary.tiles * (1 - 1 / self.vocabulary.rounds) / max(1, self.block_tiles[0])
-        return (1 - left_out) / self.fragments
+        return 1 - self.vocabulary.tiles * (1 - 1 / self.vocabulary.rounds) / max(1, self.block_tiles[0])
 
     def rounds_between(self, piece: Slice) -> int:
         """From one round that brings the tiles of a slice to the next."""
         if piece.block:
             return self.expert_rounds
-        return self.fragments * (self.vocabulary.rounds if piece.first_tile < self.vocabulary.tiles else 1)
+        return self.vocabulary.rounds if piece.first_tile < self.vocabulary.tiles else 1
 
     @property
     def num_columns(self) -> int:

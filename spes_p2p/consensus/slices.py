@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from spes_p2p.consensus.fragments import Ranges
 from spes_p2p.consensus.manifest import Slice
+from spes_p2p.consensus.turns import Ranges
 from spes_p2p.consensus.weights import FEWEST
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership

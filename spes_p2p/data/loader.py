@@ -82,7 +82,7 @@ def check_vocabulary(dataset: Dataset, config: Config) -> None:
 def check_enough(tokens: int, config: Config) -> None:
     """Raises DataError where the run's first round would use more training sequences than a dataset of `tokens` has."""
     length, peers = config.data.sequence_length, config.swarm.min_peers
-    steps = steps_per_round_at(config, 0) * config.sync.fragments
+    steps = steps_per_round_at(config, 0)
     batch = config.optimizer.batch_sequences
     training = count_sequences(tokens, length, config.data.held_out_fraction)[0]
     if training < peers * steps * batch:

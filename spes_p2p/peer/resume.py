@@ -169,7 +169,7 @@ class Resumed:
             return None
         if me in weightless(tip.members) or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
-        takes_parts = max(sync.fragments, vocabulary_of(layout, sync).rounds) > 1
+        takes_parts = vocabulary_of(layout, sync).rounds > 1
         columns = (column for column in columns_of(tip.ownership, me) if column in self._owned)
         blocks = (*([0] if takes_parts else []), *(1 + column for column in columns))
         tiles = self._not_handed_out(tip, me, layout, disk.chain, blocks)

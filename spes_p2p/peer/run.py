@@ -52,7 +52,7 @@ from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.node import trial_sequences
-from spes_p2p.sync.outer import outer_steps
+from spes_p2p.sync.outer import outer_of
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
@@ -194,10 +194,8 @@ def _train(
     saver = Saver(checkpoints, info, learning, connection.disk.chain.commit_of, bus.emit)
     dump = None
     if options.dump_rounds is not None:
-        rules = connection.driver.core.state.rules
-        dump = RoundDump(
-            options.dump_rounds, connection.layout, me, config.sync.merge_top_k, lambda tip: outer_steps(rules, tip)
-        )
+        outer = outer_of(connection.driver.core.state.rules)
+        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     saved_lead = SavedLead(checkpoints, store, info, me, connection.layout, connection.disk, learning)
     loop_options = LoopOptions(dump, options.until_round, pause, saved_lead)
     loop = TrainingLoop(connection, learning, bus.emit, saver, loop_options)

@@ -79,7 +79,7 @@ def _before_merge_bytes(config: Config, sizes: Sizes) -> int:
     if not sync.enabled or not sync.merge_alpha:
         return 0
     ramp = ((0, sync.steps_per_round),) if isinstance(sync.steps_per_round, int) else sync.steps_per_round
-    steps = max(stage[1] for stage in ramp) // sync.fragments
+    steps = max(stage[1] for stage in ramp)
     keeps_files = sync.outer == "none" and not _is_lossy(config, sync.expert_codec)
     merged = min(_ROUNDS, math.ceil(_ROUNDS * steps / sync.merge_interval)) if keeps_files else 1
     return merged * VALUE_BYTES * sizes.experts

@@ -109,11 +109,9 @@ class Spread:
         return cls.of(config.model.num_experts, peers, owned, swarm.experts_per_peer, swarm.target_replicas)
 
 
-def round_traffic(
-    sizes: Sizes, spread: Spread, column_rounds: int = 1, fragments: int = 1, vocabulary_rounds: int = 1
-) -> Traffic:
-    """The formula above, on average: columns travel in every `column_rounds`-th round, of the shared a fragment, and of
-    embedding and head `vocabulary_rounds` times less.
+def round_traffic(sizes: Sizes, spread: Spread, expert_rounds: int = 1, vocabulary_rounds: int = 1) -> Traffic:
+    """The formula above, on average: columns travel in every `expert_rounds`-th round, embedding and head once in
+    `vocabulary_rounds`.
 
     For one peer alone, nothing moves.
     """
@@ -121,10 +119,10 @@ def round_traffic(
     if not others:
         return Traffic(OneWay(), OneWay())
     shared = sizes.shared - sizes.vocabulary * (1 - 1 / vocabulary_rounds)
-    share, column = 2 * others / spread.peers * shared / fragments, sizes.column / column_rounds
+    share, column = 2 * others / spread.peers * shared, sizes.column / expert_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
-    coordinates = sizes.coordinates / column_rounds
+    coordinates = sizes.coordinates / expert_rounds
     guests_up = (spread.covered - owned) * coordinates
     guests_down = owned * (spread.peers - replicas) / replicas * coordinates
     return Traffic(OneWay(share, up, guests_up), OneWay(share, down, guests_down))
@@ -141,9 +139,9 @@ def sync_costs(
     spread = Spread.in_run(config, peers, owned)
     sync, traffic = config.sync, Traffic(OneWay(), OneWay())
     if sync.enabled:
-        traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments, sync.vocabulary_rounds)
+        traffic = round_traffic(sizes, spread, sync.expert_rounds, sync.vocabulary_rounds)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
-    hidden = 0.0 if training is None else training * _overlapped(config)
+    hidden = training if training is not None and sync.overlap else 0.0
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
     found = []
@@ -163,12 +161,6 @@ def round_tokens(config: Config) -> int:
     """Tokens that one peer trains in a round, late in the run: H B S."""
     steps = steps_per_round_at(config, config.scheduler.total_steps)
     return steps * config.optimizer.batch_sequences * config.data.sequence_length
-
-
-def _overlapped(config: Config) -> float:
-    """Share of a round's steps that may be made while the round before is synced."""
-    sync, steps = config.sync, steps_per_round_at(config, config.scheduler.total_steps)
-    return min(sync.overlap_steps or steps, steps) / steps if sync.overlap else 0.0
 
 
 def _cost(

@@ -221,8 +221,6 @@ def _vocabulary_seldom(config: Config) -> list[Choice]:
 
 def _columns_seldom(config: Config) -> list[Choice]:
     """With guests, where some columns are others'."""
-    if config.sync.fragments > 1:
-        return []
     guests, model = guest_overrides(config, GUEST_RANK), config.model
     if model.guest_rank or _is_audited(config) or config.swarm.experts_per_peer >= model.num_experts:
         guests = ()
@@ -248,13 +246,13 @@ def _coarse_shared(config: Config) -> list[Choice]:
 
 def _longer(config: Config) -> list[Choice]:
     """The first rounds of a run stay as short as they are."""
-    end, fragments, ramp = config.scheduler.total_steps, config.sync.fragments, config.sync.steps_per_round
-    steps = steps_per_round_at(config, end) * fragments  # H
+    end, ramp = config.scheduler.total_steps, config.sync.steps_per_round
+    steps = steps_per_round_at(config, end)  # H
     early = [] if isinstance(ramp, int) else [stage for stage in ramp if 0 < stage[0] <= end]
     found = list[Choice]()
     for times in (times for times in (2, 4, 8) if times * steps <= MOST_STEPS):
         rounds = json.dumps([*early, (0, times * steps)]) if early else str(times * steps)
-        reason = f"a sync every {times * steps // fragments} steps"
+        reason = f"a sync every {times * steps} steps"
         found.append(Choice((f"sync.steps_per_round={rounds}",), reason, f"longer-{times}"))
     return found
 

@@ -22,7 +22,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
-from spes_p2p.sync.outer import OuterSteps
+from spes_p2p.sync.outer import Nesterov
 
 NamedTile = tuple[int, TileData, Hash]
 """(tile id, its values or bytes, its hash)"""
@@ -39,22 +39,19 @@ class CandidateState:
     _layout: Layout
     _merge_top_k: int
     _is_bound: Callable[[Hash], bool]
+    _outer: Nesterov | None = None
+    """The step that a round makes of what it hands out."""
 
     def __post_init__(self) -> None:
         self.lock = asyncio.Lock()
         """Held by who writes here, or publishes what is here."""
-        self._outer: OuterSteps | None = None
         self._tip = -1
         self._work: Staging | None = None
         self._kept: Staging | None = None
         self._has_state = False
 
-    def enter(self, tip_round: int, outer: OuterSteps | None = None) -> None:
-        """Moves on to a newly committed state. Older stagings are left to the store to remove.
-
-        `outer`: what the next round makes of what it hands out.
-        """
-        self._outer = outer
+    def enter(self, tip_round: int) -> None:
+        """Moves on to a newly committed state. Older stagings are left to the store to remove."""
         self._tip, self._work, self._kept, self._has_state = tip_round, None, None, False
 
     @property

@@ -30,7 +30,7 @@ from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
-from spes_p2p.sync.outer import outer_steps
+from spes_p2p.sync.outer import outer_of
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
@@ -322,8 +322,7 @@ class CatchUp:
     ) -> None:
         """One round: what it handed out, and its merge."""
         layout = self._store.layout
-        parent = self._chain.commit(step.round - 1).manifest
-        outer = outer_steps(self._rules, parent)
+        outer = outer_of(self._rules)
 
         def write(tiles: Iterable[tuple[int, bytes | memoryview, Hash]]) -> None:
             for tile in tiles:

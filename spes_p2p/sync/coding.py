@@ -15,7 +15,7 @@ from spes_p2p.ids import Hash
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.version import DTYPE
-from spes_p2p.sync.outer import OuterSteps
+from spes_p2p.sync.outer import Nesterov
 
 
 class UnfitTile(RemoteProtocolError):
@@ -46,7 +46,7 @@ def changed_values(codec: Codec, data: bytes | memoryview, before: Values) -> Va
 
 def stage_tile(
     staging: Staging,
-    outer: OuterSteps | None,
+    outer: Nesterov | None,
     tile_id: int,
     data: TileData,
     tile_hash: Hash | None = None,
@@ -55,7 +55,7 @@ def stage_tile(
 ) -> Hash:
     """Stages what a round handed out of a tile, with its new values and momentum where they are not just that.
 
-    `outer`: the round's steps of the outer optimizer. `tile_hash`: as for `Staging.write_tile`, whose result is given
+    `tile_hash`: as for `Staging.write_tile`, whose result is given
     back. `is_foreign`: another peer made it; raises UnfitTile where it stands for values that are not finite, which
     follows from the bytes and the committed state alone: all honest peers say the same of the same tile.
     """
@@ -78,7 +78,7 @@ def _check_finite(tile_id: int, values: Values) -> None:
         raise UnfitTile(f"tile {tile_id} was handed out with values that are not finite")
 
 
-def _made_of(staging: Staging, outer: OuterSteps | None, tile_id: int, data: TileData) -> tuple[Values, Values | None]:
+def _made_of(staging: Staging, outer: Nesterov | None, tile_id: int, data: TileData) -> tuple[Values, Values | None]:
     """The values that a wire tile stands for, after the outer optimizer's step, and its momentum."""
     layout = staging.layout
     block = layout.tiles[tile_id].block
@@ -93,4 +93,4 @@ def _made_of(staging: Staging, outer: OuterSteps | None, tile_id: int, data: Til
     if outer is None:
         return values, None
     velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
-    return outer.of(block).step(values, before, velocity)
+    return outer.step(values, before, velocity)

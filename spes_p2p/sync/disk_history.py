@@ -17,7 +17,6 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
 from spes_p2p.sync.link_speed_check import LinkSpeedCheck
-from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.surroundings import Disk, PeerContext
 
@@ -131,7 +130,7 @@ class DiskHistory:
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
         event = self.log.applied(commit, first, fork)
-        self._candidate.enter(commit.manifest.round, outer_steps(self._core.state.rules, commit.manifest))
+        self._candidate.enter(commit.manifest.round)
         in_use = self._hooks.rounds_in_use()  # before the trainer goes on
         self.log.begin()
 

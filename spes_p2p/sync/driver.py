@@ -43,7 +43,7 @@ from spes_p2p.sync.genesis import check_same_run
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
-from spes_p2p.sync.outer import outer_steps
+from spes_p2p.sync.outer import outer_of
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.receipts import witness
 from spes_p2p.sync.round_executor import RoundExecutor
@@ -166,8 +166,10 @@ class Driver:
         disk.bases.open(disk.chain, core.tip)
         for problem in disk.residuals.problems:
             hooks.notice(do.Notice("disk", problem))
-        self._candidate = CandidateState(disk.store, run.layout, run.config.sync.merge_top_k, core.state.is_bound)
-        self._candidate.enter(core.tip.round, outer_steps(context.rules, core.tip))
+        self._candidate = CandidateState(
+            disk.store, run.layout, run.config.sync.merge_top_k, core.state.is_bound, outer_of(context.rules)
+        )
+        self._candidate.enter(core.tip.round)
         self._dispatcher = Dispatcher(core, disk.votes, disk.chain, self._candidate, hooks, self, node.clock.now)
         self._tell = self._dispatcher.tell
         self._fetchers = Fetchers(context, self._tell)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import BlockSource, Layout
-from spes_p2p.sync.outer import OuterSteps
+from spes_p2p.sync.outer import Nesterov
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,8 +31,7 @@ class RoundDump:
     _layout: Layout
     _peer: PeerId
     _merge_top_k: int
-    _outer: Callable[[Manifest], OuterSteps | None] = lambda parent: None
-    """The steps of the outer optimizer on top of a manifest."""
+    _outer: Nesterov | None = None
 
     def __post_init__(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -57,7 +56,6 @@ class RoundDump:
         }
 
     def _describe(self, manifest: Manifest, parent: Manifest) -> dict[str, Any]:
-        outer = self._outer(parent)
         return {
             "peer_id": self._peer,
             "round": manifest.round,
@@ -77,6 +75,6 @@ class RoundDump:
             "merge_top_k": self._merge_top_k,
             "codec": self._layout.codec_of(0),
             "expert_codec": self._layout.codec_of(1),
-            "outer": None if outer is None else dataclasses.asdict(outer),
+            "outer": None if self._outer is None else dataclasses.asdict(self._outer),
             "model_hash": manifest.state_root.hex(),
         }

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config, SyncConfig, steps_per_round_at
 from spes_p2p.consensus.electorate import Faults
-from spes_p2p.consensus.fragments import AS_OFTEN, Vocabulary
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.turns import AS_OFTEN, Vocabulary
 from spes_p2p.errors import ConfigError
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.exchange.transfers import Transfers
@@ -190,10 +190,9 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
         exchange=sync.enabled,
-        expert_rounds=sync.column_rounds,
-        fragments=sync.fragments,
+        expert_rounds=sync.expert_rounds,
         vocabulary=vocabulary_of(layout, sync),
-        outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
+        outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
         clips=sync.aggregate == "clip",
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
         trial_sequences=trial_sequences(config),

@@ -13,15 +13,6 @@ operation rounded on its own (no fused multiply-add):
     s = s * fp32(lr)
     new = before + s
 
-Rate and momentum are meant for a number of inner steps between two such steps (500 in DiLoCo). With `sync.outer_steps`
-H0 they follow the n inner steps that there are in truth. AutoLoCo (arXiv 2609.36662) corrects both too; the formula
-is our own:
-
-    momentum' = momentum ** (n / H0)                    what was learnt fades as fast, by inner steps
-    lr' = lr * (1 - momentum') / (1 - momentum)         a lasting change adds up to as much in the end
-
-n is what the parent manifest says that the round has, times the rounds between two times that the tile is handed out.
-
 A tile that the round hands out nothing of keeps value and momentum. The merge comes after it, moves values only and is
 not part of any d. Needs only numpy; knows neither rounds nor peers.
 """
@@ -29,11 +20,9 @@ not part of any d. Needs only numpy; knows neither rounds nor peers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Context, Decimal
 
 import numpy as np
 
-from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.state.layout import Values
 
@@ -58,31 +47,7 @@ class Nesterov:
             np.add(new, before, out=new)
         return new, kept
 
-    def over(self, steps: int, meant: int) -> Nesterov:
-        """The same for `steps` inner steps, where this one is for `meant` (0: for any number)."""
-        if steps == meant or not meant or not self.momentum:
-            return self
-        exact = Context(prec=30)  # the same digits on all machines, which libm's pow does not promise
-        momentum = exact.exp(exact.ln(Decimal(self.momentum)) * steps / meant)
-        lr = Decimal(self.lr) * (1 - momentum) / (1 - Decimal(self.momentum))
-        return Nesterov(float(lr), float(momentum))
 
-
-@dataclass(frozen=True)
-class OuterSteps:
-    """Those that a round makes."""
-
-    shared: Nesterov
-    columns: Nesterov
-
-    def of(self, block: int) -> Nesterov:
-        return self.columns if block else self.shared
-
-
-def outer_steps(rules: RunRules, parent: Manifest) -> OuterSteps | None:
-    """Those of the round on top of `parent`; None in a run in which the mean is the new state."""
-    if rules.outer is None:
-        return None
-    lr, momentum, meant = rules.outer
-    turns = rules.fragments, rules.expert_rounds
-    return OuterSteps(*(Nesterov(lr, momentum).over(parent.steps_per_round * rounds, meant) for rounds in turns))
+def outer_of(rules: RunRules) -> Nesterov | None:
+    """None in a run in which the mean is the new state."""
+    return None if rules.outer is None else Nesterov(*rules.outer)

@@ -202,7 +202,7 @@ async def read_run(
             report = dataclasses.replace(report, last_round=(await known_words(network, info)).last_round)
     if config is not None:
         mix = _mix(config, commit) if commit else ()
-        report = dataclasses.replace(report, expert_rounds=config.sync.column_rounds, mix=mix)
+        report = dataclasses.replace(report, expert_rounds=config.sync.expert_rounds, mix=mix)
     addresses = invited_to(peers.values(), organiser, known)
     if addresses and organiser != NOBODY:
         word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))

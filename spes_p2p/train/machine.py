@@ -117,7 +117,7 @@ class TrainerMachine:
         """Inner steps to make now: of this round, or ahead of it."""
         full = 0 if self.turn is None else self.turn.manifest.steps_per_round
         if self.stage is Stage.AHEAD:
-            return min(self._rules.overlap_steps or full, full) - self.own.lead.steps
+            return full - self.own.lead.steps
         return max(0, full - self.own.steps) if self.stage is Stage.TRAINING else 0  # the round ahead may be shorter
 
     @property

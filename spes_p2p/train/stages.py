@@ -81,8 +81,6 @@ class TrainingRules:
     sequence_tokens: int
     leased: bool = True
     overlaps: bool = False
-    overlap_steps: int = 0
-    """At most so many steps ahead; 0: as many as a round has."""
     takes_turns: bool = False
     """A round leaves out columns, or shared values, whose turn it is not."""
 
@@ -95,7 +93,6 @@ class TrainingRules:
             config.data.sequence_length,
             leased,
             sync.overlap and sync.enabled,
-            sync.overlap_steps,
             sync.takes_turns,
         )
 

@@ -41,7 +41,6 @@ OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would n
     "data.tokenizer_hash": "ab" * 32,
     "sync.steps_per_round": 7,
     "scheduler.warmup_ratio": 0.1,
-    "sync.fragments": 5,
     "swarm.experts_per_peer": 2,
 }
 ONLY_ONE_VALUE = {key for key, field in fields_of_tree() if len(get_args(field.annotation)) == 1}

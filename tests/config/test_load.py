@@ -102,7 +102,6 @@ def tiny(*overrides: str) -> Config:
         ("sync.steps_per_round=[[100, 5]]", "must not end", "[0, H]"),
         ("sync.steps_per_round=[[100, 5], [50, 9], [0, 9]]", "must increase", "order it by step"),
         ("sync.steps_per_round=[[0, 5], [0, 9]]", "must increase", "order it by step"),
-        ("sync.fragments=7", "not a multiple of sync.fragments (7)", "7 steps"),
     ],
 )
 def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, message: str, fix: str) -> None:

@@ -12,7 +12,6 @@ from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.forks import ForkDecision, Line
-from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.inbound import Inbound
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
@@ -25,6 +24,7 @@ from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.consensus.statements import members_after
 from spes_p2p.consensus.statuses import Statuses
+from spes_p2p.consensus.turns import due_columns
 from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting

@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 
 from spes_p2p.consensus.electorate import Faults
-from spes_p2p.consensus.fragments import Vocabulary
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.table import RULE_NAMES
+from spes_p2p.consensus.turns import Vocabulary
 from spes_p2p.ids import PeerId
 from tests.consensus import planted
 from tests.simulation import sim
@@ -123,16 +123,6 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize("schedules", [25, pytest.param(50, marks=pytest.mark.thorough)])
 def test_no_schedule_breaks_a_rule_where_columns_take_turns(schedules: int) -> None:
-    summary = explore(range(schedules))
-    assert not summary.findings, report(summary)
-
-
-@pytest.mark.parametrize("schedules", [25, pytest.param(50, marks=pytest.mark.thorough)])
-def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(
-    schedules: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With three parts of two shared tiles: one of the syncs has none."""
-    monkeypatch.setattr(sim, "run_rules", partial(run_rules, expert_rounds=3, fragments=3))
     summary = explore(range(schedules))
     assert not summary.findings, report(summary)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +14,6 @@ from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan, check_slices
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.electorate import SealRule
-from spes_p2p.consensus.fragments import Vocabulary, due_columns
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -43,6 +41,7 @@ from spes_p2p.consensus.rules import (
     renewed_manifest,
 )
 from spes_p2p.consensus.slices import Turn, plan_slices
+from spes_p2p.consensus.turns import Vocabulary, due_columns
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NOBODY, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest, columns_of
@@ -163,14 +162,9 @@ def test_what_does_not_follow_is_refused(what: str) -> None:
         check_child(RUN.rules, PARENT, EMPTY, TAMPERED[what](CHILD))
 
 
-@pytest.mark.parametrize(
-    "turns", [{"fragments": 3}, {"vocabulary": Vocabulary(3, 3)}], ids=lambda turns: next(iter(turns))
-)
 @pytest.mark.parametrize(("shift", "is_due"), [(0, True), (1, False), (-1, False)])
-def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(
-    turns: dict[str, Any], shift: int, is_due: bool
-) -> None:
-    rules = replace(RUN.rules, **turns)
+def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(shift: int, is_due: bool) -> None:
+    rules = replace(RUN.rules, vocabulary=Vocabulary(3, 3))
     shared = rules.due_shared(PARENT.round + 1 + shift)
     slices = plan_slices([A, B], PARENT.ownership, {}, rules.block_tiles, rules.slice_tiles, turn=Turn(shared=shared))
     outcome = Outcome(CHILD.roster, slices, CHILD.wire_root, CHILD.state_root, None)
@@ -199,9 +193,9 @@ def test_no_slice_reaches_from_vocabulary_into_the_rest() -> None:
 
 
 def test_what_a_slice_has_waited_for_is_known() -> None:
-    rules = replace(RUN.rules, expert_rounds=6, fragments=3, vocabulary=Vocabulary(2, 4))
+    rules = replace(RUN.rules, expert_rounds=6, vocabulary=Vocabulary(2, 4))
     pieces = [Slice(0, 1, 1, A, (A,)), Slice(0, 2, 1, A, (A,)), Slice(1, rules.block_tiles[0], 1, A, (A,))]
-    assert [rules.rounds_between(piece) for piece in pieces] == [12, 3, 6]
+    assert [rules.rounds_between(piece) for piece in pieces] == [4, 1, 6]
     assert RUN.rules.rounds_between(pieces[0]) == 1
 
 

@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from spes_p2p.consensus.fragments import Ranges, Vocabulary, due_columns, due_tiles
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
+from spes_p2p.consensus.turns import Ranges, Vocabulary, due_columns, due_tiles
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Ownership
 
@@ -144,24 +144,24 @@ def test_a_column_with_one_owner_is_its_owners_alone() -> None:
     assert {(piece.reducer, piece.contributors) for piece in slices if piece.block == 1} == {(NAMES[1], (NAMES[1],))}
 
 
-@pytest.mark.parametrize(("tiles", "fragments"), [(12, 4), (7, 3), (2, 5), (0, 2), (5, 1)])
-def test_shared_tiles_take_turns(tiles: int, fragments: int) -> None:
-    parts = [tiles_of(due_tiles(tiles, round, fragments)) for round in range(fragments, 2 * fragments)]
-    assert [at for part in parts for at in part] == list(range(tiles))
+@pytest.mark.parametrize(("seldom", "rounds"), [(12, 4), (7, 3), (2, 5), (0, 2), (5, 1)])
+def test_vocabulary_is_cut_into_parts_that_are_nearly_equal(seldom: int, rounds: int) -> None:
+    parts = [tiles_of(due_tiles(seldom, round, Vocabulary(seldom, rounds))) for round in range(rounds, 2 * rounds)]
+    assert [at for part in parts for at in part] == list(range(seldom))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize(("tiles", "fragments"), [(12, 1), (7, 3), (4, 1), (9, 2)])
+@pytest.mark.parametrize("tiles", [12, 7, 4, 9])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_vocabulary_takes_turns_of_its_own(tiles: int, fragments: int, rounds: int) -> None:
-    """A part in each round, each tile once in that many turns of the rest; the rest as if it were alone."""
+def test_vocabulary_takes_turns_of_its_own(tiles: int, rounds: int) -> None:
+    """A part in each round, each tile once in that many rounds; the rest as if it were alone."""
     vocabulary = Vocabulary(4, rounds)
-    parts = [tiles_of(due_tiles(tiles, round, fragments, vocabulary)) for round in range(fragments * rounds)]
+    parts = [tiles_of(due_tiles(tiles, round, vocabulary)) for round in range(rounds)]
     times = Counter(at for part in parts for at in part)
     assert times == {at: rounds if at >= 4 else 1 for at in range(tiles)}
     assert all(part == sorted(part) for part in parts)
     if rounds > 1:
-        assert max(sum(at < 4 for at in part) for part in parts) == -(-4 // (fragments * rounds))
+        assert max(sum(at < 4 for at in part) for part in parts) == -(-4 // rounds)
 
 
 @pytest.mark.parametrize(("peers", "columns", "every"), [(4, 8, 2), (4, 8, 4), (4, 16, 4), (3, 9, 2), (2, 8, 4)])

@@ -14,12 +14,12 @@ import torch
 
 from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.membership import FEWEST_AUDITORS, PROBATION
 from spes_p2p.consensus.messages import (
     Commit,
 )
+from spes_p2p.consensus.turns import due_tiles
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
 from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import NO_HASH, PeerId, sha256
@@ -371,19 +371,16 @@ def test_uncounted_work_or_that_of_another_history_does_not(tmp_path: Path) -> N
     assert values_ahead(tip, tmp_path, turns) is None
 
 
-@pytest.mark.parametrize("turns", [("sync.fragments=3", "sync.steps_per_round=6"), ("sync.vocabulary_rounds=3",)])
-def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(
-    tmp_path: Path, turns: tuple[str, ...]
-) -> None:
+def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_path: Path) -> None:
     """Rounds that brought nothing have taken nobody's turn."""
-    fragments = (*turns, "sync.tile_values=128")
-    life = saved_life(tmp_path, *fragments)
+    turns = "sync.vocabulary_rounds=3", "sync.tile_values=128"
+    life = saved_life(tmp_path, *turns)
     trained = life.trainer.contribution(0)
     tiles, sync = life.run.layout.tiles_of(0), life.config.sync
-    due = due_tiles(len(tiles), 2, sync.fragments, vocabulary_of(life.run.layout, sync))
+    due = due_tiles(len(tiles), 2, vocabulary_of(life.run.layout, sync))
     handed_out = [tile for first, number in due for tile in range(first, first + number)]
     tip = Tip(life, tmp_path, handed_out, (), (), ())
-    carried = values_ahead(tip, tmp_path, *fragments)
+    carried = values_ahead(tip, tmp_path, *turns)
     assert carried is not None
     new, old = tip.store.version(5).block(0), life.store.version(0).block(0)
     expected = new + (trained - old)

@@ -46,9 +46,9 @@ def sizes(experts: int) -> Sizes:
 def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
     """Four peers with two of eight columns each: three guests in every column, in a fourth of the rounds."""
     some = replace(sizes(8), coordinates=12)
-    traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), column_rounds=4)
+    traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), expert_rounds=4)
     assert (traffic.up.guests, traffic.down.guests) == (6 * 3, 2 * 3 * 3)
-    plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), column_rounds=4)
+    plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), expert_rounds=4)
     assert traffic.up.bytes_in("int4") - plain.up.bytes_in("int4") == 2 * 18
     assert traffic.down.bytes_in("int4", None, "fp32") - plain.down.bytes_in("int4") == 4 * 18
     two_owners = Spread.of(8, peers=4, owned=4, owned_by_others=4, most_replicas=2)
@@ -95,7 +95,7 @@ def test_the_7b_run_moves_what_the_design_says() -> None:
     traffic = round_traffic(seven, four)
     assert traffic.up.values == pytest.approx(traffic.down.values) == pytest.approx(6.2e9, rel=0.01)
     assert traffic.up.bytes_in("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
-    assert round_traffic(seven, four, column_rounds=4).up.values == pytest.approx(2.5e9, rel=0.02)
+    assert round_traffic(seven, four, expert_rounds=4).up.values == pytest.approx(2.5e9, rel=0.02)
     many = round_traffic(seven, Spread(peers=1000, owned=32 / 1000, replicas=1, covered=32))
     assert many.down.values == pytest.approx(many.up.values)
     assert 8.0e9 < many.down.values < 8.5e9
@@ -114,21 +114,14 @@ def test_time_and_share_on_a_link() -> None:
 
 def test_overlap_hides_as_much_of_a_sync_as_its_steps_take() -> None:
     link, training = Link(up=2.5e6, down=12.5e6), 100 * 1024 * 2048 / 20_000
-    half = sync_costs(run_named("spes-7b", "sync.overlap=true", "sync.overlap_steps=50"), 4, 8, link, 20_000)
+    part = sync_costs(run_named("spes-7b", "sync.overlap=true"), 4, 8, link, 20_000)
     whole = sync_costs(run_named("spes-7b", "sync.overlap=true", "sync.codec=int8"), 4, 8, link, 20_000)
-    waits = 24.67e9 / 2.5e6 - training / 2
-    assert half[0].share == pytest.approx(waits / (waits + training), rel=0.001)
+    waits = 24.67e9 / 2.5e6 - training
+    assert waits > 0
+    assert part[0].share == pytest.approx(waits / (waits + training), rel=0.001)
     assert whole[0].seconds is not None
     assert 0 < whole[0].seconds < training
     assert whole[0].share == 0
-
-
-def test_a_fragment_has_its_share_of_the_bytes_and_of_the_time() -> None:
-    whole, parts = (
-        sync_costs(run_named("spes-7b", *more), 4, 8, Link(up=2.5e6), 20_000)[0] for more in ((), ("sync.fragments=4",))
-    )
-    assert parts.bytes_up == pytest.approx(whole.bytes_up / 4)
-    assert parts.share == pytest.approx(whole.share)
 
 
 def test_vocabulary_that_is_averaged_seldom_saves_its_share() -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import TypeVar
 
-from spes_p2p.consensus.fragments import AS_OFTEN, Vocabulary
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import Manifest, Merge, Slice, manifest_hash
 from spes_p2p.consensus.messages import Commit, DegradedVote, Plan, Precommit, Signed, Work, signing_bytes
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.turns import AS_OFTEN, Vocabulary
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.data.leases import Range, take
 from spes_p2p.errors import StorageFull
@@ -35,7 +35,6 @@ def run_rules(
     shared_tiles: int = 2,
     replicas: int = 1,
     expert_rounds: int = 1,
-    fragments: int = 1,
     vocabulary: Vocabulary = AS_OFTEN,
 ) -> RunRules:
     """A small run: `columns` columns of one tile each, a merge every third round."""
@@ -52,7 +51,6 @@ def run_rules(
         merge_interval=3 * STEPS,
         merge_alpha=lambda step: 0.01,
         expert_rounds=expert_rounds,
-        fragments=fragments,
         vocabulary=vocabulary,
     )
 

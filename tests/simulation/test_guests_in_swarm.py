@@ -150,7 +150,6 @@ def check_hand_outs(seen: Seen, tolerance: float = 2e-6) -> int:
     [
         (),
         ("sync.expert_rounds=2",),
-        ("sync.fragments=2",),
         ("swarm.experts_per_peer=2", "swarm.target_replicas=2"),
         ("sync.expert_rounds=2", "sync.overlap=true"),
         ("sync.guest_codec=bf16",),

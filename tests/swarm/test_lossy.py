@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.fragments import due_columns
+from spes_p2p.consensus.turns import due_columns
 from spes_p2p.observe.events import Eval, Round
 from spes_p2p.sync.chain import Chain
 from tests.swarm.micro import recomputed_state, run_to_the_end

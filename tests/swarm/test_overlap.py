@@ -1,6 +1,6 @@
-"""Four real peers that train on while they sync, a part of the state at a time: exact, agreed, the bytes of `plan`.
+"""Four real peers that train on while they sync, half of the columns at a time: exact, agreed, the bytes of `plan`.
 
-In every run of the tests the same is shown in memory, in tests/sync/test_overlap.py and tests/sync/test_fragments.py.
+In every run of the tests the same is shown in memory, in tests/sync/test_overlap.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 8
 STEPS = 6
 AGREED = (
-    "swarm.experts_per_peer=2", "sync.overlap=true", "sync.fragments=2", f"sync.steps_per_round={2 * STEPS}",
+    "swarm.experts_per_peer=2", "sync.overlap=true", "sync.expert_rounds=2", f"sync.steps_per_round={STEPS}",
     "model.d_model=128", "model.num_layers=3", "model.num_heads=4", "model.expert_ffn=256", "sync.tile_values=32768",
     "swarm.heartbeat_seconds=3.0",
 )  # fmt: skip
@@ -70,7 +70,7 @@ def test_the_bytes_are_those_that_plan_says(finished: Finished) -> None:
     assert all(halves), [some[0].round for some in told]
 
     def usual(bytes_of: Callable[[Round], int]) -> float:
-        """What a peer moves in a round, on average over peers and both fragments."""
+        """What a peer moves in a round, on average over peers and both turns of columns."""
         means = ([statistics.mean(map(bytes_of, some)) for some in half] for half in halves)
         return statistics.mean(map(statistics.median_low, means))
 

@@ -58,7 +58,7 @@ class Books:
             for peer, blocks in values.items()
             for block, value in blocks.items()
         }
-        expected = self._stepped(parent, child, before, self.ledger.round(parent, child, before, values))
+        expected = self._stepped(child, before, self.ledger.round(parent, child, before, values))
         self.lives = lives
         self._forget_the_dead(child)
         if child.merge is None:
@@ -70,19 +70,16 @@ class Books:
         made, found = (self.recorder.tensors(source, range(len(expected))) for source in sources)
         oracle.check_equal(found, oracle.merged(made, child.merge.alpha, self.swarm.config.sync.merge_top_k))
 
-    def _stepped(
-        self, parent: Manifest, child: Manifest, before: Mapping[int, Values], means: list[Values]
-    ) -> list[Values]:
+    def _stepped(self, child: Manifest, before: Mapping[int, Values], means: list[Values]) -> list[Values]:
         """The state before the merge, from what the slices give: the outer step, where the run has one."""
         blocks = len(means)
-        if self.swarm.config.sync.outer == "none":
+        outer = outer_of(self.swarm.config)
+        if outer is None:
             return means
-        outer = outer_of(self.swarm.config, parent)
         after = means + [np.array(before[blocks + block]) for block in range(blocks)]
         for block in {piece.block for piece in child.slices}:
-            own = outer["columns" if block else "shared"]
             after[block], after[blocks + block] = lossy_oracle.nesterov(
-                means[block], before[block], before[blocks + block], own.lr, own.momentum
+                means[block], before[block], before[blocks + block], outer.lr, outer.momentum
             )
         return after
 

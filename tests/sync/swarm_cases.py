@@ -197,7 +197,7 @@ class Recorder:
         alpha = oracle.alpha_of(parent.step, child.step, sync.merge_interval, sync.merge_alpha, sync.merge_decay_steps)
         expected = oracle.round_result(
             peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values,
-            outer_of(self.swarm.config, parent) if sync.outer == "nesterov" else None, clips,
+            outer_of(self.swarm.config), clips,
         )  # fmt: skip
         where = f"round {child.round}"
         oracle.check_equal(self.states[child.round], expected, where)
@@ -211,14 +211,10 @@ class Recorder:
         return self.tensors(Blocks(handed.values), handed.values)
 
 
-def outer_of(config: Config, parent: Manifest) -> dict[str, oracle.Outer]:
-    """The outer steps of the round on top of `parent`, by the oracle."""
+def outer_of(config: Config) -> oracle.Outer | None:
+    """The outer step of each round, by the oracle."""
     sync = config.sync
-    turns = {"shared": sync.fragments, "columns": sync.column_rounds}
-    return {
-        which: oracle.outer_of(sync.outer_lr, sync.outer_momentum, parent.steps_per_round * rounds, sync.outer_steps)
-        for which, rounds in turns.items()
-    }
+    return oracle.Outer(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None
 
 
 class Blocks:

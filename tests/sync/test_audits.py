@@ -33,7 +33,6 @@ LIAR = PeerId("e")
 SETTINGS = {
     "plain": (),
     "overlap": ("sync.overlap=true",),
-    "fragments": ("sync.fragments=2",),
     "turns": ("sync.expert_rounds=2",),
     "outer optimizer": ("sync.outer=nesterov",),
     "int8": ("sync.codec=int8",),

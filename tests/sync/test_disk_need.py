@@ -30,7 +30,7 @@ CASES = (
     ("sync.merge_alpha=0.1", "sync.merge_interval=10"),
     ("sync.codec=int4", "sync.merge_alpha=0.1", "sync.merge_interval=10"),
     ("sync.codec=int4", TWO),
-    ("sync.codec=int4", TWO, "sync.fragments=2", "sync.vocabulary_rounds=2"),
+    ("sync.codec=int4", TWO, "sync.expert_rounds=2", "sync.vocabulary_rounds=2"),
     ("sync.codec=int8", "sync.expert_codec=ternary", "sync.overlap=true"),
     ("sync.codec=fp32", "sync.expert_codec=int8", TWO),
     ("sync.codec=topk", "sync.dense_rounds=9", TWO),

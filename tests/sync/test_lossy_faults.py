@@ -13,12 +13,12 @@ import pytest
 
 from spes_p2p import failpoints
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.messages import (
     LOST,
     Intent,
 )
+from spes_p2p.consensus.turns import due_columns
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import ValuesRequest, pack_request
 from spes_p2p.ids import PeerId

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.fragments import due_columns
+from spes_p2p.consensus.turns import due_columns
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.sync.round_log import RoundLog

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import MOMENTUM_PREFIX
 from spes_p2p.state.version import block_file
-from spes_p2p.sync.outer import Nesterov, OuterSteps, outer_steps
+from spes_p2p.sync.outer import Nesterov, outer_of
 from spes_p2p.sync.outgoing import check_asker
 from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
@@ -39,10 +38,6 @@ DILOCO = (NESTEROV, "swarm.experts_per_peer=4", "swarm.target_replicas=3", "sync
 
 def config_of(*more: str, peers: int = 3) -> Config:
     return small_config(NESTEROV, *more, peers=peers)
-
-
-def genesis_of(run: MadeRun) -> Manifest:
-    return run.genesis(NO_HASH).manifest
 
 
 # ---- arithmetic ----
@@ -78,41 +73,8 @@ def test_it_leaves_its_operands_as_they_are() -> None:
 
 def test_only_a_config_that_asks_for_it_has_one() -> None:
     plain, stepped = MadeRun(small_config()), MadeRun(config_of())
-    assert outer_steps(plain.rules, genesis_of(plain)) is None
-    assert outer_steps(stepped.rules, genesis_of(stepped)) == OuterSteps(Nesterov(0.7, 0.9), Nesterov(0.7, 0.9))
-
-
-@pytest.mark.parametrize("often", [10, 50, 125])
-def test_corrected_for_h_as_much_adds_up_in_as_many_inner_steps(often: int) -> None:
-    """A change of one a step, for 1,000 steps and then none: summed with any H it comes to nearly the same."""
-    meant = Nesterov(0.7, 0.9)
-    last = {}
-    for every in (often, 500):
-        values, velocity = np.zeros(1, np.float32), np.zeros(1, np.float32)
-        step = meant.over(every, 500)
-        for at in range(0, 60_000, every):
-            values, velocity = step.step(values + np.float32(every if at < 1000 else 0), values, velocity)
-        last[every] = float(values[0])
-    assert last[often] == pytest.approx(last[500], rel=2e-3)
-    assert last[500] == pytest.approx(1000 * 0.7 / 0.1, rel=2e-3)
-
-
-def test_half_as_many_steps_take_the_root_of_the_momentum() -> None:
-    found = Nesterov(0.7, 0.81).over(250, 500)
-    assert found.momentum == pytest.approx(0.9, abs=1e-15)
-    assert found.lr == pytest.approx(0.7 * (1 - 0.9) / (1 - 0.81), abs=1e-15)
-    assert Nesterov(0.7, 0.9).over(250, 0) == Nesterov(0.7, 0.9) == Nesterov(0.7, 0.9).over(500, 500)
-    assert Nesterov(0.7, 0.0).over(250, 500) == Nesterov(0.7, 0.0)
-
-
-def test_columns_and_fragments_count_the_steps_between_their_turns() -> None:
-    run = MadeRun(config_of("sync.steps_per_round=6", "sync.fragments=2", "sync.expert_rounds=3", "sync.outer_steps=6"))
-    steps = outer_steps(run.rules, genesis_of(run))
-    assert steps is not None
-    assert steps.shared == Nesterov(0.7, 0.9)  # every 6 steps
-    assert steps.columns == Nesterov(0.7, 0.9).over(18, 6)
-    assert steps.of(0) == steps.shared
-    assert steps.of(3) == steps.columns
+    assert outer_of(plain.rules) is None
+    assert outer_of(stepped.rules) == Nesterov(0.7, 0.9)
 
 
 # ---- the grid ----
@@ -154,7 +116,7 @@ VARIANTS = [
     DILOCO[1:],
     ("sync.merge_interval=20", "sync.merge_alpha=0.3"),
     ("sync.outer_lr=0.5", "sync.outer_momentum=0"),
-    ("sync.outer_steps=8", "sync.steps_per_round=[[10,2],[0,4]]"),
+    ("sync.steps_per_round=[[10,2],[0,4]]",),
 ]
 
 
@@ -176,7 +138,6 @@ LOSSY = [
     ("sync.codec=topk", "swarm.target_replicas=2"),
     ("sync.codec=fp32", "sync.expert_codec=int4"),
     ("sync.expert_rounds=2",),
-    ("sync.expert_rounds=2", "sync.outer_steps=5"),
     ("sync.expert_rounds=3", "sync.codec=int8", "swarm.target_replicas=2"),
 ]
 

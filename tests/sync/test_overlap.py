@@ -12,8 +12,8 @@ import pytest
 from spes_p2p.ids import PeerId
 from spes_p2p.planning.traffic import Link, sync_costs
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.train.stages import Load, Stage
-from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from spes_p2p.train.stages import Stage
+from tests.simulation.memory_swarm import MemorySwarm, PretendWork
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
@@ -48,9 +48,9 @@ def check_starts(swarm: MemorySwarm, recorder: Recorder) -> int:
 
 
 def test_the_bytes_are_those_that_plan_says(folder: Path) -> None:
-    """Of so many values, and with so few heartbeats, that messages are few bytes beside them; over both fragments."""
+    """Of so many values, and with so few heartbeats, that messages are few bytes beside them; over both turns."""
     config = small_config(
-        *(OVERLAP, "sync.fragments=2", "sync.steps_per_round=12", "sync.tile_values=32768"),
+        *(OVERLAP, "sync.expert_rounds=2", "sync.steps_per_round=6", "sync.tile_values=32768"),
         *("model.d_model=128", "model.head_dim=32", "model.num_layers=3", "model.num_heads=4"),
         *("model.expert_ffn=128", "model.num_experts=8", "swarm.heartbeat_seconds=3.0"),
         peers=4,
@@ -125,26 +125,6 @@ def test_a_sync_longer_than_the_round_is_waited_for(folder: Path) -> None:
             assert max(steps) <= 20
 
     in_swarm(folder, play, config)
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_the_bound_on_steps_ahead(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    leads: set[int] = set()
-    begin = PretendPeer._begin
-
-    def noted(self: PretendPeer, load: Load) -> None:
-        leads.add(load.own_steps)
-        begin(self, load)
-
-    monkeypatch.setattr(PretendPeer, "_begin", noted)
-
-    async def play(swarm: MemorySwarm) -> None:
-        slow_down(swarm)
-        await swarm.start(["a", "b", "c"])
-        await swarm.until_round(5)
-        assert max(leads) == steps
-
-    in_swarm(folder, play, small_config(OVERLAP, f"sync.overlap_steps={steps}"))
 
 
 @pytest.mark.sampled(2)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.consensus.fragments import Vocabulary
 from spes_p2p.consensus.manifest import Contribution, Slice
+from spes_p2p.consensus.turns import Vocabulary
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout, StateTensor, Values
 from spes_p2p.sync.reduce import _AT_ONCE, LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean

@@ -222,7 +222,7 @@ def test_a_link_that_can_never_follow_is_refused_in_one_sentence(folder: Path) -
         ("none",),
         ("none", "sync.codec=topk2", "sync.dense_rounds=4"),
         ("nesterov",),
-        ("nesterov", "sync.outer_steps=3", "sync.steps_per_round=[[14,3],[18,1],[0,2]]"),
+        ("nesterov", "sync.steps_per_round=[[14,3],[18,1],[0,2]]"),
     ],
 )
 def test_what_rounds_with_a_merge_hand_out_gives_their_states(

@@ -210,15 +210,15 @@ def test_with_turns_what_had_none_in_a_round_that_counted_an_earlier_life_is_car
 
 
 def test_steps_made_ahead_belong_to_the_next_round() -> None:
-    machine = started(replace(RULES, overlaps=True, overlap_steps=3))
+    machine = started(replace(RULES, overlaps=True))
     train(machine, 2)
     machine.handle(RoundEnded())
     ready = contribution(machine)
     assert machine.handle(GoAhead()) == [StartAhead()]
     assert machine.handle(GoAhead()) == []
-    assert machine.steps_left == 3
+    assert machine.steps_left == 10
     train(machine, 2)
-    assert (machine.steps_left, machine.own.uncounted.tokens) == (1, 2 * TOKENS)
+    assert (machine.steps_left, machine.own.uncounted.tokens) == (8, 2 * TOKENS)
     *_, lease, load = commit(machine, ready)
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset(), load.turn.blocks)
@@ -380,7 +380,7 @@ def test_a_leaver_whose_work_a_round_left_out_hands_it_in_again() -> None:
     assert isinstance(commit(machine, contribution(machine), is_member=False)[-1], Depart)
 
 
-@pytest.mark.parametrize("turns", ["sync.expert_rounds=2", "sync.fragments=2", "sync.vocabulary_rounds=2", ""])
+@pytest.mark.parametrize("turns", ["sync.expert_rounds=2", "sync.vocabulary_rounds=2", ""])
 def test_what_a_round_leaves_out_takes_turns(turns: str) -> None:
     config = small_config(*filter(None, (turns,)))
     assert TrainingRules.of(config, A, leased=True).takes_turns == bool(turns)

@@ -13,7 +13,7 @@ Ranges = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class Vocabulary:
     """The first `tiles` of the shared block, which hold nothing but embedding and head, are averaged in one of `rounds`
-    turns of the other shared tiles."""
+    rounds, the other shared tiles in each."""
 
     tiles: int = 0
     rounds: int = 1
@@ -33,18 +33,13 @@ def due_columns(ownership: Ownership, round: int, expert_rounds: int) -> frozens
     return frozenset(column for place, column in enumerate(in_turn) if (place - round) % expert_rounds == 0)
 
 
-def due_tiles(tiles: int, round: int, fragments: int, vocabulary: Vocabulary = AS_OFTEN) -> Ranges:
-    """The shared tiles whose turn it is: one of `fragments` consecutive parts, nearly equal, and likewise one of
-    `fragments` times `vocabulary.rounds` parts of the vocabulary.
+def due_tiles(tiles: int, round: int, vocabulary: Vocabulary = AS_OFTEN) -> Ranges:
+    """The shared tiles whose turn it is: one of `vocabulary.rounds` consecutive parts of the vocabulary, nearly equal,
+    and all others.
 
-    In between each peer goes on from its own values of the others. After Streaming DiLoCo (arXiv 2501.18512).
+    In between each peer goes on from its own values of the rest. After Streaming DiLoCo (arXiv 2501.18512).
     """
     seldom = min(tiles, vocabulary.tiles) if vocabulary.rounds > 1 else 0
-    found = _part(0, seldom, round, fragments * vocabulary.rounds), _part(seldom, tiles - seldom, round, fragments)
-    return tuple((first, number) for first, number in found if number)
-
-
-def _part(first: int, tiles: int, round: int, parts: int) -> tuple[int, int]:
-    part = round % parts
-    start = tiles * part // parts
-    return first + start, tiles * (part + 1) // parts - start
+    part = round % vocabulary.rounds
+    first, end = seldom * part // vocabulary.rounds, seldom * (part + 1) // vocabulary.rounds
+    return tuple((start, stop - start) for start, stop in ((first, end), (seldom, tiles)) if stop > start)
