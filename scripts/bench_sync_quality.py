@@ -43,7 +43,7 @@ from tests.simulation.virtual_time import run_virtual
 
 REFERENCE = "fp32"
 ROWS = (
-    "fp32", "bf16", "int8", "int4", "ternary", "topk", "topk2",
+    "fp32", "bf16", "int8", "int4", "ternary",
     "fp32, 10 and 50", "fp32, 20 and 80", "fp32, 50 and 50",
     "int8, 5 and 50", "int4, 5 and 50", "fp32 with model.foreign_dtype=int8", "fp32 with model.foreign_dtype=fp8",
     "fp32 with model.foreign_dtype=nf4", "fp32 with optimizer.name=adamw8bit",

@@ -40,7 +40,6 @@ PAIRS = {
     "ternary": ("ternary", "int4"),
     "longer-2": ("rounds twice as long", "int4"),
     "longer-4": ("rounds four times as long", "int4"),
-    "topk": ("topk", "fp32"),
     "owners-2": ("two owners", "columns each round"),
 }
 """By the name that planning/tuning.py asks for: a setting, and the one that it is compared with."""
@@ -57,7 +56,6 @@ WORDS = {
     "ternary": "`sync.codec=ternary` instead of int4, columns in one of 5",
     "longer-2": "rounds of 20 instead of 10 steps, columns in one of 5",
     "longer-4": "rounds of 40 instead of 10 steps, columns in one of 5",
-    "topk": "`sync.codec=topk` instead of fp32",
     "owners-2": "two owners a column instead of one",
 }
 

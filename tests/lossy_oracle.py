@@ -48,27 +48,6 @@ def in_blocks(values: Values, size: int, through: Callable[[Values], Values]) ->
     return np.concatenate(parts)
 
 
-def largest_only(values: Values) -> Values:
-    kept = -(-len(values) * 128 // 4096)
-    places = np.argsort(-np.abs(values), kind="stable")[:kept]
-    sent = np.zeros_like(values)
-    sent[places] = rounded(values[places], 7)
-    return sent
-
-
-def in_two_bits(values: Values) -> Values:
-    kept = -(-len(values) * 64 // 4096)
-    places = np.argsort(-np.abs(values), kind="stable")[:kept]
-    sizes = np.abs(values[places]).astype(np.float64)
-    is_high = sizes >= sizes.mean()
-    sent = np.zeros_like(values)
-    for chosen in (is_high, ~is_high):
-        if chosen.any():
-            scale = bf16(np.array([sizes[chosen].mean()], np.float32))[0]
-            sent[places[chosen]] = np.copysign(scale, values[places[chosen]])
-    return sent
-
-
 def total(values: Values) -> np.float32:
     """Of a whole block, zeros at its end if it is shorter: halves are added until one value is left."""
     padded = np.zeros(128, np.float32)
@@ -94,8 +73,6 @@ THROUGH: dict[str, Callable[[Values], Values]] = {
     "int8": lambda values: in_blocks(values, 128, lambda block: rounded(block, 127)),
     "int4": lambda values: in_blocks(values, 32, lambda block: rounded(block, 7)),
     "ternary": lambda values: in_blocks(values, 128, three_levels),
-    "topk": lambda values: in_blocks(values, 4096, largest_only),
-    "topk2": lambda values: in_blocks(values, 4096, in_two_bits),
 }
 """What arrives of a change."""
 
@@ -116,7 +93,6 @@ class Ledger:
     codecs: Sequence[str]
     sent: dict[Key, Values] = field(default_factory=dict)
     handed: dict[Key, Values] = field(default_factory=dict)
-    decay: float = 1.0
     audited: bool = False
     """Reducers take their own values as others get them, and keep nothing of a mean, but for their own columns."""
 
@@ -176,7 +152,7 @@ class Ledger:
         values = np.array(brought[peer][block][start:stop])
         if self.codecs[block] == "fp32":
             return values
-        kept = self.sent.pop((peer, tile_id), np.zeros_like(values)) * np.float32(self.decay)
+        kept = self.sent.pop((peer, tile_id), np.zeros_like(values))
         if peer == exact:
             return values + kept
         change = (values - before) + kept

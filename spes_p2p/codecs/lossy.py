@@ -7,24 +7,19 @@ are little-endian:
     int8   the scales, then every value as a signed byte q: q * scale, |q| <= 127
     int4   the scales, then pairs of values in a byte, the first in the low half: (code - 8) * scale, |code - 8| <= 7
     ternary  the scales, then five values in a byte, the first lowest: digit * 3^place added up; (digit - 1) * scale
-    topk   the scales, then of each block the entries of largest size in the order of their places, 16 bits each:
-           place << 4 | sign << 3 | level, which is (-1)^sign * level * scale, level <= 7; all others are zero
-    topk2  two scales a block, low and high, then of each block half as many entries, 14 bits each, the low bit first, a
-           block's last byte filled up with zeros: place << 2 | sign << 1 | is high, which is (-1)^sign * low or high.
-           After SparseLoCo (arXiv 2508.15706): 64 of 4,096 values in 2 bits
 
 A scale is the largest size in its block over the largest code, rounded up to bf16 so that nothing is clipped; codes are
-rounded to the nearest, halves to even. Those of `topk2` are the mean of the sizes below their mean, and of the others;
-that of `ternary` is the mean of the sizes that are not sent as zero: those above half of the mean of all that are above
-three quarters of the mean of what is not zero, as two steps of Lloyd's algorithm find them. What rounding loses is the
-caller's to keep (error feedback), so a stochastic rounding, which loses nothing on average, would only add noise.
+rounded to the nearest, halves to even. That of `ternary` is the mean of the sizes that are not sent as zero: those
+above half of the mean of all that are above three quarters of the mean of what is not zero, as two steps of Lloyd's
+algorithm find them. What rounding loses is the caller's to keep (error feedback), so a stochastic rounding, which loses
+nothing on average, would only add noise.
 Decoding is one conversion and one fp32 multiplication a value, each exact or rounded on its own: the same bits on every
 machine, on CPU and GPU. A value that is not finite makes its block's scale infinite or NaN: what is decoded then is
 infinite, which who receives it finds.
 
 Works on whole tiles with torch, on the device of what it is given. Knows no state, residual or network.
 
-Legend: N values of a tile, B blocks, G values of a block, K entries of a block, Y bytes, D digits of a byte.
+Legend: N values of a tile, B blocks, G values of a block, Y bytes, D digits of a byte.
 """
 
 from __future__ import annotations
@@ -35,21 +30,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spes_p2p.codecs.sizes import (
-    BLOCK_VALUES,
-    DIGITS,
-    ENTRY_BITS,
-    TOPK2_KEPT,
-    TOPK_KEPT,
-    Codec,
-    encoded_bytes,
-    kept_of,
-    num_blocks,
-    packed_bytes,
-)
+from spes_p2p.codecs.sizes import BLOCK_VALUES, DIGITS, Codec, encoded_bytes, num_blocks
 
-_INT8_LARGEST, _INT4_LARGEST, _LEVELS = 127, 7, 7
-_PLACE_BITS = 4  # a place is stored above them
+_INT8_LARGEST, _INT4_LARGEST = 127, 7
 _POWERS = 3 ** torch.arange(DIGITS)
 _DIGITS_OF = (torch.arange(256)[:, None] // _POWERS % 3).to(torch.uint8)  # by byte, also of those that nobody writes
 
@@ -139,99 +122,6 @@ def decode_ternary(data: Tensor, values: int) -> Tensor:
     return _scaled(digit_N.float() - 1, scale_B, "ternary")
 
 
-def encode_topk(x_N: Tensor) -> Tensor:
-    """Bytes of a change."""
-    whole = len(x_N) - len(x_N) % BLOCK_VALUES["topk"]
-    parts = [_topk(x_N[:whole].view(-1, BLOCK_VALUES["topk"]), TOPK_KEPT)] if whole else []
-    if whole < len(x_N):
-        parts.append(_topk(x_N[None, whole:], kept_of(len(x_N) - whole)))
-    scales, entries = zip(*parts)
-    return torch.cat([part.flatten().view(torch.uint8) for part in (*scales, *entries)])
-
-
-def decode_topk(data: Tensor, values: int) -> Tensor:
-    """[values] fp32."""
-    block = BLOCK_VALUES["topk"]
-    scale_B, entries = _parts(data, "topk", values)
-    entry_N = entries.view(torch.int16).int() & 0xFFFF
-    blocks = torch.arange(len(entry_N), device=data.device) // TOPK_KEPT
-    level_N = (entry_N & 7).float()
-    size_N = level_N * scale_B.float()[blocks]
-    place_N, entry_N = blocks * block + (entry_N >> _PLACE_BITS), torch.where((entry_N & 8) > 0, -size_N, size_N)
-    x_N = np.zeros(len(scale_B) * block, np.float32)
-    x_N[place_N.cpu().numpy()] = entry_N.cpu().numpy()  # of a place that is named twice numpy takes the last, torch any
-    return torch.from_numpy(x_N)[:values].to(data.device)
-
-
-def _topk(x_BG: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """(scales bf16 [B], entries int16 [B, kept])."""
-    size_BG = x_BG.abs()
-    place_BK = size_BG.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
-    size_BK = size_BG.gather(1, place_BK)
-    scale_B = _scales(size_BK, _LEVELS)
-    level_BK = _codes(size_BK, scale_B, _LEVELS).int()
-    negative_BK = x_BG.gather(1, place_BK) < 0
-    entry_BK = place_BK.int() << _PLACE_BITS | negative_BK.int() << 3 | level_BK
-    return scale_B, entry_BK.to(torch.int16)
-
-
-def encode_topk2(x_N: Tensor) -> Tensor:
-    """Bytes of a change."""
-    block = BLOCK_VALUES["topk2"]
-    whole = len(x_N) - len(x_N) % block
-    parts = [_topk2(x_N[:whole].view(-1, block), TOPK2_KEPT)] if whole else []
-    if whole < len(x_N):
-        parts.append(_topk2(x_N[None, whole:], kept_of(len(x_N) - whole, TOPK2_KEPT)))
-    scales, entries = zip(*parts)
-    return torch.cat([part.flatten() for part in (*scales, *entries)])
-
-
-def decode_topk2(data: Tensor, values: int) -> Tensor:
-    """[values] fp32."""
-    block, end = BLOCK_VALUES["topk2"], 4 * num_blocks("topk2", values)
-    scale_B2 = data[:end].clone().view(torch.bfloat16).float().view(-1, 2).cpu().numpy()
-    packed, x_N = data[end:].cpu().numpy(), np.zeros(len(scale_B2) * block, np.float32)
-    whole, rest = divmod(values, block)
-    bytes_a_block = packed_bytes(TOPK2_KEPT)
-    parts = [(0, packed[: whole * bytes_a_block].reshape(whole, -1), TOPK2_KEPT)] if whole else []
-    if rest:
-        parts.append((whole, packed[None, whole * bytes_a_block :], kept_of(rest, TOPK2_KEPT)))
-    for first, bytes_BY, kept in parts:
-        entry_BK = _unpacked(bytes_BY, kept)
-        scales = np.take_along_axis(scale_B2[first : first + len(entry_BK)], entry_BK & 1, axis=1)
-        place_BK = (first + np.arange(len(entry_BK)))[:, None] * block + (entry_BK >> 2)
-        x_N[place_BK.reshape(-1)] = np.where(entry_BK & 2, -scales, scales).reshape(-1)  # of one named twice the last
-    return torch.from_numpy(x_N[:values]).to(data.device)
-
-
-def _topk2(x_BG: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """(scales as bytes [B, 4], entries as bytes [B, packed])."""
-    place_BK = x_BG.abs().topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
-    entry_BK = x_BG.gather(1, place_BK)
-    size_BK = entry_BK.abs().double()
-    is_high_BK = size_BK >= size_BK.mean(dim=1, keepdim=True)
-    high_B, low_B = (_mean_where(size_BK, chosen) for chosen in (is_high_BK, ~is_high_BK))
-    scale_B2 = torch.stack((low_B, high_B), dim=1).float().to(torch.bfloat16)
-    numbers_BK = place_BK.int() << 2 | (entry_BK < 0).int() << 1 | is_high_BK.int()
-    return scale_B2.view(torch.uint8), torch.from_numpy(_packed(numbers_BK.cpu().numpy())).to(x_BG.device)
-
-
-def _mean_where(size_BK: Tensor, chosen_BK: Tensor) -> Tensor:
-    """Of the chosen ones, [B]; 0 where there are none."""
-    return torch.where(chosen_BK, size_BK, 0).sum(dim=1) / chosen_BK.sum(dim=1).clamp(min=1)
-
-
-def _packed(number_BK: NDArray[np.int32]) -> NDArray[np.uint8]:
-    bits_BKb = (number_BK[..., None] >> np.arange(ENTRY_BITS)) & 1
-    return np.packbits(bits_BKb.reshape(len(number_BK), -1).astype(np.uint8), axis=1, bitorder="little")
-
-
-def _unpacked(bytes_BY: NDArray[np.uint8], kept: int) -> NDArray[np.int64]:
-    """Numbers [B, kept]."""
-    bits_BX = np.unpackbits(bytes_BY, axis=1, count=kept * ENTRY_BITS, bitorder="little")
-    return bits_BX.reshape(len(bytes_BY), kept, ENTRY_BITS) @ (1 << np.arange(ENTRY_BITS))
-
-
 def _blocks(x_N: Tensor, codec: Codec) -> Tensor:
     """[B, G], filled up with zeros."""
     block = BLOCK_VALUES[codec]
@@ -272,11 +162,5 @@ def _scaled(code_N: Tensor, scale_B: Tensor, codec: Codec) -> Tensor:
     return code_N * scale_N
 
 
-_ENCODERS = {
-    "bf16": encode_bf16, "int8": encode_int8, "int4": encode_int4, "ternary": encode_ternary,
-    "topk": encode_topk, "topk2": encode_topk2,
-}  # fmt: skip
-_DECODERS = {
-    "bf16": decode_bf16, "int8": decode_int8, "int4": decode_int4, "ternary": decode_ternary,
-    "topk": decode_topk, "topk2": decode_topk2,
-}  # fmt: skip
+_ENCODERS = {"bf16": encode_bf16, "int8": encode_int8, "int4": encode_int4, "ternary": encode_ternary}
+_DECODERS = {"bf16": decode_bf16, "int8": decode_int8, "int4": decode_int4, "ternary": decode_ternary}

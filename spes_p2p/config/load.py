@@ -56,6 +56,8 @@ class Removed(NamedTuple):
 
 
 REMOVED: dict[str, Removed] = {
+    "sync.residual_decay": Removed(1.0),
+    "sync.dense_rounds": Removed(0),
     "sync.fragments": Removed(1),
     "sync.overlap_steps": Removed(0),
     "sync.outer_steps": Removed(0),

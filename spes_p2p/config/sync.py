@@ -25,20 +25,10 @@ class SyncConfig(Section):
     )
     codec: Codec = agreed(
         "How values are sent: fp32 sends them as they are; the others send changes, rounded to bf16, to 8 or 4 bits in "
-        "small blocks, to 1.7 bits (ternary: -1, 0 or 1 times a scale), or only the largest 3% (topk; topk2: 1.6%, in "
-        "2 bits), and send later what was left out.",
+        "small blocks, or to 1.7 bits (ternary: -1, 0 or 1 times a scale), and send later what was left out.",
         "fp32",
     )
     expert_codec: Codec = agreed("Codec for the values of expert columns (default: codec).")
-    residual_decay: float = agreed(
-        "By how much of it is what a contribution left out sent with the next one; SparseLoCo takes 0.95.",
-        1.0,
-        ge=0,
-        le=1,
-    )
-    dense_rounds: Natural = agreed(
-        "First rounds in which everything travels in bf16 instead of topk or topk2, while early weights move fast.", 0
-    )
     guest_codec: DenseCodec = agreed(
         "The same for what guests trained (only with model.guest_rank). It is sent once: what rounding loses is lost.",
         "bf16",

@@ -177,12 +177,12 @@ class Transfers:
         wanted: Mapping[int, Hash],
         holders: Sequence[PeerId],
         take: TakeTiles,
-        wire_round: int | None = None,
+        wire: bool = False,
         spread: bool = False,
         sure: Callable[[], Sequence[PeerId]] | None = None,
     ) -> None:
-        """Fetches tiles by id and hash, a few at a time, and hands them to `take`: of the state, or what
-        `wire_round` handed out.
+        """Fetches tiles by id and hash, a few at a time, and hands them to `take`: of the state, or (`wire`) what a
+        round handed out.
 
         Holders that are `sure` to have the tiles (by default the first, with `spread` all) are asked before the others,
         in the order in which they will finish. Tiles of holders that send us little now go first, and among them the
@@ -199,9 +199,7 @@ class Transfers:
 
         def size_of(tile_id: int) -> int:
             tile = self._layout.tiles[tile_id]
-            if wire_round is None:
-                return tile.size * VALUE_BYTES
-            return self._layout.in_round(wire_round).wire_bytes(tile)
+            return self._layout.wire_bytes(tile) if wire else tile.size * VALUE_BYTES
 
         async def some(number: int, part: Sequence[int]) -> None:
             turn = number % len(holders) if spread and holders else 0

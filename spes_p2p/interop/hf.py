@@ -78,10 +78,9 @@ def state_layout(config: Config) -> Layout:
     """The grid of a run: where every value of its state lies, and how it travels."""
     sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
     has_momentum = sync.outer != "none"
-    layout = Layout(
+    return Layout(
         tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum, rank, guest_codec=sync.guest_codec
     )
-    return layout.dense_until(sync.dense_rounds)
 
 
 def vocabulary_tiles(layout: Layout) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from spes_p2p.codecs.sizes import SPARSE_CODECS, Codec, bytes_a_value
+from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.schema import Config
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import stored_bytes
@@ -63,14 +63,10 @@ def _is_lossy(config: Config, codec: Codec) -> bool:
 def _sent_bytes(config: Config, shared: int, columns: int, in_fp32: bool = False) -> int:
     """So many values as they travel; those that do in fp32 only if asked for."""
     return sum(
-        round(values * max(bytes_a_value(codec), bytes_a_value("bf16") if _begins_dense(config, codec) else 0))
+        round(values * bytes_a_value(codec))
         for values, codec in ((shared, config.sync.codec), (columns, config.sync.expert_codec))
         if in_fp32 or _is_lossy(config, codec)
     )
-
-
-def _begins_dense(config: Config, codec: Codec) -> bool:
-    return config.sync.dense_rounds > 0 and codec in SPARSE_CODECS
 
 
 def _before_merge_bytes(config: Config, sizes: Sizes) -> int:

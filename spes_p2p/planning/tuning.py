@@ -257,14 +257,7 @@ def _longer(config: Config) -> list[Choice]:
     return found
 
 
-def _sparse(config: Config) -> list[Choice]:
-    if config.sync.codec.startswith("topk") or _is_audited(config):
-        return []
-    sparse = ("sync.codec=topk", "sync.expert_codec=topk", "sync.dense_rounds=16")
-    return [Choice(sparse, "only the largest changes, the rest later: watch the loss", "topk")]
-
-
-SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _coarse_columns, _columns_seldom, _coarse_shared, _longer, _sparse
+SAVINGS = _fewer_bits, _overlap, _vocabulary_seldom, _coarse_columns, _columns_seldom, _coarse_shared, _longer
 """By the loss that each costs for what it saves."""
 
 

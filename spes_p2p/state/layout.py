@@ -4,9 +4,8 @@ Block 0 holds the shared tensors, block 1 + e those of expert column e, each in 
 given (design section 4 "Bytes"; the canonical list comes from the name table of interop). A block is a flat array of
 row-major fp32 values without padding. Tiles are cut inside each block, so that no tile spans two blocks; their global
 ids count through the blocks. What a round hands out of a tile is as long as its block's codec makes it, for all tiles
-alike; the first rounds may have another codec (`in_round`). Where a run has an outer optimizer, as many blocks again
-follow, in the same order and with the same grid: its momentum. No round hands those out, since everybody computes
-them. Pure arithmetic: no files, no torch.
+alike. Where a run has an outer optimizer, as many blocks again follow, in the same order and with the same grid: its
+momentum. No round hands those out, since everybody computes them. Pure arithmetic: no files, no torch.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.codecs.sizes import SPARSE_CODECS, Codec, DenseCodec, encoded_bytes
+from spes_p2p.codecs.sizes import Codec, DenseCodec, encoded_bytes
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, sha256
 
@@ -113,7 +111,6 @@ class Layout:
             raise ConfigError(f"sync.tile_values is {tile_values}, not positive", fix="set it to 1048576")
         self.tile_values = tile_values
         self._codecs = shared_codec, expert_codec
-        self._dense_rounds, self._dense, self._sparse = 0, self, self
         self.tensors = tuple(tensors)
         self.num_columns = _count_columns(self.tensors)
         self.has_momentum = has_momentum
@@ -131,17 +128,6 @@ class Layout:
         """Tiles of the model's values: what rounds reduce and hand out. Those of the momentum follow them."""
         if len(self._places) != len(self.tensors) * (1 + has_momentum):
             raise ConfigError("two tensors of the state have the same name", fix="give each tensor its own name")
-
-    def dense_until(self, round: int) -> Layout:
-        """Itself, from now on with bf16 in the place of sparse codecs in all rounds up to this one."""
-        self._dense_rounds, self._dense = round, copy(self)
-        shared, expert = ("bf16" if codec in SPARSE_CODECS else codec for codec in self._codecs)
-        self._dense._codecs, self._dense._dense, self._dense._dense_rounds = (shared, expert), self._dense, round
-        return self
-
-    def in_round(self, round: int) -> Layout:
-        """The same grid with the codecs of a round; a layout's own are those of the rounds that are not dense."""
-        return self._dense if round <= self._dense_rounds else self._sparse
 
     @property
     def num_values(self) -> int:

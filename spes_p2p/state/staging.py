@@ -45,7 +45,7 @@ class Staging:
         """`finished`: what a folder from before a restart holds."""
         self.folder = folder
         self.round = round
-        self.layout = layout = layout.in_round(round)
+        self.layout = layout
         self.parent = parent
         self._publish = publish
         self.finished = finished

@@ -242,7 +242,7 @@ class KeptWires:
             remove_folder(folder)
         if (version.folder / WIRE_FOLDER).exists():
             (version.folder / WIRE_FOLDER).rename(folder)
-            self.folders[version.round] = WireTiles(folder, self._layout.in_round(version.round), encoded=True)
+            self.folders[version.round] = WireTiles(folder, self._layout, encoded=True)
 
     def drop_all_but(self, rounds: Collection[int]) -> None:
         """Removes what nobody needs any more."""

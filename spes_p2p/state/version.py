@@ -156,7 +156,7 @@ class Version(TileFiles):
     def __init__(self, folder: Path, round: int, layout: Layout) -> None:
         super().__init__(folder, layout)
         self.round = round
-        self.wire = WireTiles(folder / WIRE_FOLDER, layout.in_round(round), encoded=True)
+        self.wire = WireTiles(folder / WIRE_FOLDER, layout, encoded=True)
         self._files: dict[int, tuple[int, int]] = {}
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)

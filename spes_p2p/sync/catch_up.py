@@ -251,8 +251,7 @@ class CatchUp:
             return []
         layout = self._store.layout
         handed = [{tile_id for piece in step.slices for tile_id in piece.tile_ids} for step in steps]
-        grids = [layout.in_round(step.round) for step in steps]
-        wire_bytes = sum(grid.wire_bytes(grid.tiles[at]) for grid, some in zip(grids, handed) for at in some)
+        wire_bytes = sum(layout.wire_bytes(layout.tiles[tile_id]) for some in handed for tile_id in some)
         state_bytes = sum(layout.tiles[tile_id].size * VALUE_BYTES for tile_id in set[int]().union(*handed))
         state_bytes *= 2 if layout.has_momentum else 1
         return steps if steps[-1] == manifest and wire_bytes < state_bytes else []
@@ -332,7 +331,7 @@ class CatchUp:
             await self._in_thread(lambda: write(tiles))
 
         missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has_wire(tile_id)}
-        await self._transfers.tiles(missing, holders, take, wire_round=step.round, spread=True)
+        await self._transfers.tiles(missing, holders, take, wire=True, spread=True)
         await self._in_thread(lambda: _merged(layout, staging, step))
 
     def _staging(self, manifest: Manifest, base_round: int) -> Staging:

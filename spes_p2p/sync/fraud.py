@@ -99,7 +99,6 @@ def check_proof(data: bytes, check: CheckSignature) -> FraudProof:
     layout = state_layout(config)
     rules, charge = rules_of(config, proof.info, layout), proof.charge
     _check_charge(rules, charge, check)
-    layout = layout.in_round(charge.parent.round + 1)
     before = _checked_base(layout, proof)
     contributors, made = made_again(rules, layout, charge, before, _checked_values(rules, layout, proof, before))
     report = charge.report.value

@@ -54,8 +54,8 @@ class LinkSpeedCheck:
 
     def _handed_out(self, manifest: Manifest) -> int:
         """Bytes that keeping up takes at least: what follows from them, outer momentum too, is computed here."""
-        layout = self._layout.in_round(manifest.round)
-        return sum(layout.wire_bytes(layout.tiles[tile_id]) for piece in manifest.slices for tile_id in piece.tile_ids)
+        tiles = (self._layout.tiles[tile_id] for piece in manifest.slices for tile_id in piece.tile_ids)
+        return sum(map(self._layout.wire_bytes, tiles))
 
 
 def _mbit(bytes_per_second: float) -> str:

@@ -67,8 +67,6 @@ class Outgoing:
         self._layout = context.layout
         self._inputs, self._residuals = context.disk.inputs, context.disk.residuals
         self._committed = context.committed
-        self._decay = np.float32(context.run.config.sync.residual_decay)
-        """How much of what a contribution left out is sent with the next one."""
         self._is_audited = context.rules.audited_share > 0
         """Nothing leaves that was not committed to."""
         self._commitments: tuple[_CommittedTo, ...] = ()
@@ -83,7 +81,7 @@ class Outgoing:
             return self._as_sent(parent, first_tile, count)
         whole = np.array(values)
         for tile, part in self._parts(first_tile, count):
-            kept = self._unsent(tile.id)
+            kept = self._residuals.unsent(tile.id)
             if kept is not None:
                 np.add(whole[part], kept, out=whole[part])
         return whole
@@ -110,8 +108,8 @@ class Outgoing:
 
     def _encoded(self, committed: Version, parent: Hash, values: Values, tile: Tile) -> bytes:
         """The change of a tile as it travels; what it leaves out is staged. Raises TileDamaged."""
-        codec = self._layout.in_round(committed.round + 1).codec_of(tile.block)
-        data, left = encoded_change(codec, values, committed.sound_values(tile.id), self._unsent(tile.id))
+        codec, unsent = self._layout.codec_of(tile.block), self._residuals.unsent(tile.id)
+        data, left = encoded_change(codec, values, committed.sound_values(tile.id), unsent)
         self._residuals.stage(parent, "sent", tile.id, left)
         return data
 
@@ -122,7 +120,7 @@ class Outgoing:
             return None
         tiles = self._layout.tiles[first_tile : first_tile + count]
         before = committed.block(tiles[0].block)[tiles[0].start : tiles[-1].stop]
-        return sent_values(self._layout.in_round(committed.round + 1), tiles, memoryview(data), before)
+        return sent_values(self._layout, tiles, memoryview(data), before)
 
     def commit(self, parent: Hash) -> Hash:
         """Fixes what leaves this machine of the snapshot on top of `parent`; the commitment to it (see `sync.audit`).
@@ -132,11 +130,10 @@ class Outgoing:
         committed, snapshot = self._committed(parent), self._inputs.snapshot
         if not self._is_audited or committed is None or snapshot.parent != parent:
             return NO_HASH
-        layout = self._layout.in_round(committed.round + 1)
         others = [known for known in self._commitments if known.parent != parent and self._inputs.keeps_earlier][:1]
         taken = {known.folder for known in others}
         folder = next(folder for folder in self._inputs.folders_beside if folder not in taken)
-        made = _CommittedTo(parent, TileArea(folder, layout, encoded=True))
+        made = _CommittedTo(parent, TileArea(folder, self._layout, encoded=True))
         for block in snapshot.blocks:
             with contextlib.suppress(TileDamaged):
                 made.add(block, self._leaving(committed, snapshot, block))
@@ -165,10 +162,6 @@ class Outgoing:
 
     def _commitment(self, parent: Hash) -> _CommittedTo | None:
         return next((known for known in self._commitments if known.parent == parent), None)
-
-    def _unsent(self, tile_id: int) -> Values | None:
-        kept = self._residuals.unsent(tile_id)
-        return kept if kept is None or self._decay == 1 else kept * self._decay
 
     def coordinates(self, parent: Hash, first_tile: int, count: int) -> bytes | None:
         """What was trained as a guest in consecutive tiles of a column of others, as it travels."""

@@ -111,7 +111,7 @@ class TensorWork:
 
     async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
         likeness, is_audited = Likeness(), self.context.rules.audited_share > 0
-        layout = self.context.layout.in_round(self.candidate.round)
+        layout = self.context.layout
 
         def add(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             self.candidate.add(tiles)
@@ -127,7 +127,7 @@ class TensorWork:
                     await self._tasks.in_thread(lambda: add(tiles))
 
         wanted = wire_tiles((action.piece,), (action.hashes,))
-        await self.transfers.tiles(wanted, action.holders, take, wire_round=self.candidate.round, sure=sure)
+        await self.transfers.tiles(wanted, action.holders, take, wire=True, sure=sure)
         return likeness.times_ours
 
     def _base_of(self, tile_id: int) -> Values:
@@ -177,7 +177,7 @@ class TensorWork:
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self.candidate.add(tiles))
 
-        await self.transfers.tiles(missing, holders, take, wire_round=self.candidate.round)
+        await self.transfers.tiles(missing, holders, take, wire=True)
 
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
@@ -233,7 +233,7 @@ class TensorSlice:
         }
         self._piece = piece
         committed = context.tip_state()
-        self._layout = context.layout.in_round(committed.round + 1)
+        self._layout = context.layout
         self._tiles = work.tiles_of(piece)
         self.base = _Base(committed, self._tiles)
         self._given: dict[PeerId, Given] = {}

@@ -96,7 +96,7 @@ class WorkAuditor:
         number = max(1, round(TILES_SHARE * len(shared)))
         chosen = sorted(shared, key=lambda tile: sha256(mark, tile.id.to_bytes(4, "big")))[:number]
         tiles = tuple(sorted(chosen, key=lambda tile: tile.id))
-        return _Round(tip, before, base, entry, own, tiles, store.layout.in_round(tip.round))
+        return _Round(tip, before, base, entry, own, tiles, store.layout)
 
     def _own(self, seen: _Round) -> Values | None:
         """The shared values of the round's base with ours in those tiles; None where they are gone."""

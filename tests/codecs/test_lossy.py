@@ -65,35 +65,6 @@ def test_ternary_leaves_of_normal_values_hardly_more_than_three_levels_must() ->
     assert np.square(left).sum() < 0.1902 * np.square(given_values).sum()
 
 
-def test_topk_sends_the_largest() -> None:
-    values = 2 * 4096 + 64
-    given_values = change(values)
-    found = decode("topk", encode("topk", given_values), values)
-    for start, stop, kept in ((0, 4096, 128), (4096, 8192, 128), (8192, values, 2)):
-        size, sent = np.abs(given_values[start:stop]), np.abs(found[start:stop])
-        assert (sent > 0).sum() <= kept
-        largest = np.sort(size)[::-1][:kept]
-        step = largest[0] / 7 * (1 + 2**-7)
-        assert (sent[size < largest[-1]] == 0).all()
-        assert (np.abs(sent - size)[size >= largest[-1]] <= 0.5001 * step).all()
-    assert (np.sign(found)[found != 0] == np.sign(given_values)[found != 0]).all()
-
-
-def test_topk2_sends_half_as_many_in_two_bits_and_their_mean_size_is_that_of_the_largest() -> None:
-    values = 2 * 4096 + 130
-    given_values = change(values)
-    data = encode("topk2", given_values)
-    assert len(data) == 3 * 4 + 2 * 112 + 6  # two scales a block, 64 x 14 bits, 3 x 14 bits
-    found = decode("topk2", data, values)
-    for start, stop, kept in ((0, 4096, 64), (4096, 8192, 64), (8192, values, 3)):
-        size, sent = np.abs(given_values[start:stop]), np.abs(found[start:stop])
-        assert (sent > 0).sum() == kept
-        assert len(np.unique(sent)) == 3  # none, low and high
-        assert size[sent > 0].min() >= size[sent == 0].max()
-        assert sent.sum() == pytest.approx(size[sent > 0].sum(), rel=2**-8)
-    assert (np.sign(found)[found != 0] == np.sign(given_values)[found != 0]).all()
-
-
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_was_sent_is_sent_again_unchanged(codec: Codec) -> None:
     """Decoded values are on the grid: encoding them loses nothing more."""
@@ -141,28 +112,11 @@ def test_any_bytes_decode(codec: Codec) -> None:
         decode(codec, b"", 9)
 
 
-def test_of_a_place_that_is_named_twice_the_last_counts() -> None:
-    """Only a liar writes it: all must read the same."""
-    entries = np.zeros(128, np.uint16)
-    entries[:] = [9 << 4 | level % 8 for level in range(128)]
-    data = np.array([1.0], np.float32).view(np.uint16)[1:].tobytes() + entries.tobytes()
-    found = decode("topk", data, 4096)
-    assert found[9] == 7
-    assert np.count_nonzero(found) == 1
-    scales = (np.array([1.0, 2.0], np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
-    bits = sum((9 << 2 | at % 2) << 14 * at for at in range(64))  # 64 times place 9, the last of them high
-    found = decode("topk2", scales + bits.to_bytes(112, "little"), 4096)
-    assert found[9] == 2
-    assert np.count_nonzero(found) == 1
-
-
 EXPECTED = {
     "bf16": "cf450d4b2bfbd6be",
     "int8": "bba7729552406d70",
     "int4": "97ff564c491d30e0",
     "ternary": "36a4e4dcf9591f45",
-    "topk": "efea7b8efd38faec",
-    "topk2": "867faf05d1bb26ee",
 }
 
 

@@ -62,7 +62,7 @@ def tiny(*overrides: str) -> Config:
         ),
         ("run.run_id=.run", "run.run_id is '.run'", "change run.run_id: Name of the run"),
         ("run.seed=9223372036854775808", "run.seed is 9223372036854775808", "set run.seed below 9223372036854775808"),
-        ("sync.codec=int3", "sync.codec is 'int3'", "to one of fp32, bf16, int8, int4, ternary, topk, topk2"),
+        ("sync.codec=int3", "sync.codec is 'int3'", "to one of fp32, bf16, int8, int4, ternary"),
         ("sync.merge_alpha=1.5", "sync.merge_alpha is 1.5", "set sync.merge_alpha to at most 1"),
         ("sync.merge_top_k=0", "sync.merge_top_k is 0", "set sync.merge_top_k to at least 1"),
         ("model.d_model=130", "model.d_model is 130, not divisible by model.num_heads (4)", "model.head_dim"),

@@ -27,8 +27,7 @@ class Books:
         self.swarm, self.recorder, self.kept = swarm, Recorder(swarm), kept
         layout = swarm.layout
         tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles[: layout.num_model_tiles]]
-        self.codecs = [layout.codec_of(block.index) for block in layout.model_blocks]
-        self.ledger = lossy_oracle.Ledger(tiles, self.codecs, decay=swarm.config.sync.residual_decay)
+        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.model_blocks])
         self.ledger.audited = swarm.run.rules.audited_share > 0
         self.merges = 0
         self.trained: dict[tuple[PeerId, int], Values] = {}
@@ -46,8 +45,6 @@ class Books:
         return len(self.ledger.sent) + len(self.ledger.handed)
 
     def _check_round(self, parent: Manifest, child: Manifest) -> None:
-        is_dense = child.round <= self.swarm.config.sync.dense_rounds
-        self.ledger.codecs = ["bf16" if is_dense and codec.startswith("topk") else codec for codec in self.codecs]
         before, after = (dict(enumerate(self.recorder.blocks[manifest.round])) for manifest in (parent, child))
         lives = {entry.peer: self._life(entry.peer, parent) for entry in child.roster}
         brought = {peer: life.handed_in[parent.round] for peer, life in lives.items()}

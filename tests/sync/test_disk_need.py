@@ -33,7 +33,7 @@ CASES = (
     ("sync.codec=int4", TWO, "sync.expert_rounds=2", "sync.vocabulary_rounds=2"),
     ("sync.codec=int8", "sync.expert_codec=ternary", "sync.overlap=true"),
     ("sync.codec=fp32", "sync.expert_codec=int8", TWO),
-    ("sync.codec=topk", "sync.dense_rounds=9", TWO),
+    ("sync.codec=ternary", TWO),
     ("sync.codec=int8", "sync.outer=nesterov", TWO),
     ("sync.codec=int8", *AUDITED),
     ("sync.codec=int8", "sync.outer=nesterov", TWO, *AUDITED),

@@ -76,7 +76,7 @@ def true_mean(proof: FraudProof) -> tuple[tuple[PeerId, ...], tuple[Hash, ...]]:
     config = check_run(proof.info, proof.info.fingerprint)
     layout = state_layout(config)
     rules = rules_of(config, proof.info, layout)
-    layout, piece = layout.in_round(proof.charge.parent.round + 1), proof.charge.piece
+    piece = proof.charge.piece
     before = np.frombuffer(proof.before, DTYPE)
     tiles = layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
     found = {one.peer: sent_values(layout, tiles, memoryview(one.data), before) for one in proof.given}

@@ -24,10 +24,6 @@ CODECS = (
     ("sync.codec=bf16",),
     ("sync.codec=int8",),
     ("sync.codec=int4",),
-    ("sync.codec=topk",),
-    ("sync.codec=topk2", "sync.residual_decay=0.75"),
-    ("sync.codec=topk2", "sync.dense_rounds=3"),
-    ("sync.codec=fp32", "sync.expert_codec=topk", "sync.dense_rounds=2"),
     ("sync.codec=int8", "sync.expert_codec=int4"),
     ("sync.codec=ternary",),
     ("sync.codec=int4", "sync.expert_codec=ternary"),
@@ -100,8 +96,7 @@ def test_the_books_are_right_while_uplinks_and_so_reducers_change(
 
 FAULTY = (
     ("sync.codec=int4",),
-    ("sync.codec=topk",),
-    ("sync.codec=topk2", "sync.dense_rounds=5"),
+    ("sync.codec=ternary",),
     ("sync.codec=int8", "sync.expert_codec=int4"),
     ("sync.codec=int4", "sync.expert_codec=ternary"),
 )
@@ -143,7 +138,7 @@ async def kill_the_leader(swarm: MemorySwarm) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "ternary"])
 def test_nothing_that_was_trained_is_lost(folder: Path, codec: str) -> None:
     """What was committed of a column, and what its owner is still ahead, is what the owner trained from the start."""
 

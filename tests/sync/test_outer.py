@@ -135,7 +135,7 @@ def test_every_round_is_what_the_oracle_says(folder: Path, more: tuple[str, ...]
 
 LOSSY = [
     ("sync.codec=int8",),
-    ("sync.codec=topk", "swarm.target_replicas=2"),
+    ("sync.codec=ternary", "swarm.target_replicas=2"),
     ("sync.codec=fp32", "sync.expert_codec=int4"),
     ("sync.expert_rounds=2",),
     ("sync.expert_rounds=3", "sync.codec=int8", "swarm.target_replicas=2"),

@@ -128,7 +128,7 @@ def test_a_sync_longer_than_the_round_is_waited_for(folder: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("codec", ["int8", "topk"])
+@pytest.mark.parametrize("codec", ["int8", "ternary"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_lossy_codecs_and_turns_keep_their_books(folder: Path, codec: str, turns: int) -> None:
     config = small_config(

@@ -220,7 +220,7 @@ def test_a_link_that_can_never_follow_is_refused_in_one_sentence(folder: Path) -
     "outer",
     [
         ("none",),
-        ("none", "sync.codec=topk2", "sync.dense_rounds=4"),
+        ("none", "sync.codec=ternary"),
         ("nesterov",),
         ("nesterov", "sync.steps_per_round=[[14,3],[18,1],[0,2]]"),
     ],
