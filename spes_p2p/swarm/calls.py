@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from spes_p2p.errors import LocalProtocolError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.door import Door, DoorLimits, Rate
+from spes_p2p.swarm.pacing import Traffic
 from spes_p2p.swarm.ports import Handler, anybody
-
-if TYPE_CHECKING:
-    from spes_p2p.swarm.streams import Traffic
 
 MAX_CALL_BYTES = 2 * 2**20
 """Bound of a request and of an answer; whatever is larger goes through `fetch`."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 from spes_p2p.ids import PeerId
 
 if TYPE_CHECKING:
-    from spes_p2p.swarm.streams import Partial, Traffic
+    from spes_p2p.swarm.pacing import Traffic
+    from spes_p2p.swarm.streams import Partial
 
 CHUNK_BYTES = 256 * 2**10
 """Size of one message of a stream: the best of the sizes measured on libp2p streams."""

@@ -23,7 +23,7 @@ from spes_p2p.failpoints import reached
 from spes_p2p.ids import NOBODY, PeerId
 from spes_p2p.swarm.calls import MAX_WORDS
 from spes_p2p.swarm.door import Door, DoorLimits, Rate
-from spes_p2p.swarm.pacing import Pacer
+from spes_p2p.swarm.pacing import Pacer, Traffic
 from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler, anybody
 from spes_p2p.swarm.streams import (
     BLOB,
@@ -35,7 +35,6 @@ from spes_p2p.swarm.streams import (
     BlobHead,
     ByteStream,
     FetchRequest,
-    Traffic,
     checksum_bytes,
     read_frame,
     write_frame,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spes_p2p.swarm import streams
-from spes_p2p.swarm.streams import Meter
+from spes_p2p.swarm.pacing import SMOOTHING, Meter
 
 MIB = 2**20
 
@@ -58,5 +57,5 @@ def test_a_slow_receiver_shows_less_than_the_uplink_and_changes_come_in_slowly()
     send(meter, time, 100 * MIB, 500.0)
     assert meter.rate() == pytest.approx(10 * MIB, rel=0.05)
     send(meter, time, 200 * MIB, 10.0)
-    assert meter.rate() == pytest.approx((10 + streams.SMOOTHING * 10) * MIB, rel=0.05)
+    assert meter.rate() == pytest.approx((10 + SMOOTHING * 10) * MIB, rel=0.05)
     assert meter.rate() == meter.rate()

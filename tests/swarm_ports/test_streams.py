@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from spes_p2p import wire
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.pacing import Traffic
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamServer
-from spes_p2p.swarm.streams import BlobHead, FetchRequest, Traffic, checksum_bytes, fetch_stream
+from spes_p2p.swarm.streams import BlobHead, FetchRequest, checksum_bytes, fetch_stream
 from tests.simulation.virtual_time import run_virtual
 
 PEER = PeerId("peer")

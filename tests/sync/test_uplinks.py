@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.consensus.events import UplinkMeasured
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm import streams
+from spes_p2p.swarm import pacing
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.recorder import NEWEST, FlightRecorder, load_recording, replay
 from tests.simulation.memory_swarm import MemorySwarm
@@ -46,8 +46,8 @@ def shares(swarm: MemorySwarm, round: int) -> Counter[PeerId]:
 def test_slices_go_where_the_measured_uplinks_are(
     folder: Path, told: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "STRETCH_SECONDS", 1.0)
-    monkeypatch.setattr(streams, "STRETCH_BYTES", 20_000)
+    monkeypatch.setattr(pacing, "STRETCH_SECONDS", 1.0)
+    monkeypatch.setattr(pacing, "STRETCH_BYTES", 20_000)
 
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm, told)
@@ -64,8 +64,8 @@ def test_slices_go_where_the_measured_uplinks_are(
 
 
 def test_a_replay_knows_what_was_measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STRETCH_SECONDS", 1.0)
-    monkeypatch.setattr(streams, "STRETCH_BYTES", 20_000)
+    monkeypatch.setattr(pacing, "STRETCH_SECONDS", 1.0)
+    monkeypatch.setattr(pacing, "STRETCH_BYTES", 20_000)
     seen: list[MemorySwarm] = []
 
     async def play(swarm: MemorySwarm) -> None:
