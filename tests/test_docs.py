@@ -141,13 +141,6 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert script["render"]() == text_of(script["PAGE"]), "run: python scripts/make_config_docs.py"
 
 
-def test_what_settings_cost_is_as_measured() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "make_measured.py"))
-    outcomes = script["read"]()
-    for path, text in ((script["MEASURED"], script["measured"](outcomes)), (script["PAGE"], script["page"](outcomes))):
-        assert text == text_of(path), "run: python scripts/make_measured.py"
-
-
 def test_the_table_of_the_benchmark_is_as_measured() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "make_frontier.py"))
     assert script["page"](script["read"]()) == text_of(script["PAGE"]), "run: python scripts/make_frontier.py"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from spes_p2p.config.schema import Config
     from spes_p2p.planning.report import Answer, Question
-    from spes_p2p.planning.tuning import Tuning
 
 WIDTH = 80
 EIGHT_BIT = "optimizer.name=adamw8bit"
@@ -44,9 +42,6 @@ def plan(
     peers: Annotated[int | None, option("Peers of the run (default: swarm.min_peers).", min=1)] = None,
     tokens_per_second: Annotated[float | None, option("Training speed of a peer.", metavar="NUMBER", min=0.001)] = None,
     local_ranks: Annotated[int, option("GPUs per peer, each with that much memory.", min=1)] = 1,
-    tune: Annotated[
-        bool, option("Choose what suits these links and GPUs, say why, and plan with that.", "--tune")
-    ] = False,
     as_json: Annotated[bool, option("Print one JSON object instead of tables, with sizes in bytes.", "--json")] = False,
 ) -> None:
     """Shows what a run needs: parameters, GPU memory by part, what fits, bytes and time per sync. Needs no GPU.
@@ -75,47 +70,11 @@ def plan(
         ),
         tokens_per_second or (speed and speed * local_ranks),
     )
-    tuning = _tuned(question, overrides or ()) if tune else None
-    if tuning is not None:
-        question = question.of(tuning.config)
     found = answer(question)
     if as_json:
-        typer.echo(json.dumps(found.to_json() | ({"tuning": tuning.to_json()} if tuning else {}), indent=2))
+        typer.echo(json.dumps(found.to_json(), indent=2))
         return
-    if tuning is not None:
-        _show_tuning(tuning)
     _show(found, is_guess=tokens_per_second is None)
-
-
-def _tuned(question: Question, overrides: Sequence[str]) -> Tuning:
-    from spes_p2p.errors import ConfigError
-    from spes_p2p.planning.tuning import TUNE_FIX, keys_of, tune
-
-    found = tune(question, keys_of(overrides))
-    if found is None:
-        raise ConfigError("--tune needs to know the links and the speed of a peer", fix=TUNE_FIX)
-    return found
-
-
-def _show_tuning(tuning: Tuning) -> None:
-    from rich.console import Console
-
-    console = Console(width=WIDTH, highlight=False)
-    table = _table("what suits these links and GPUs", "setting", "waiting", "loss", "what")
-    table.add_row("as configured", f"{tuning.before:.1%}", "", "share of the time that training waits for syncs")
-    for step in tuning.steps:
-        effect = "?" if step.effect is None else str(step.effect)
-        table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", effect, step.reason)
-    console.print(table)
-    if tuning.note:
-        console.print(f"{tuning.note}\n", markup=False)
-    if not tuning.steps:
-        why = "training hardly waits for syncs" if tuning.is_enough else "no setting makes the waiting shorter"
-        console.print(f"nothing {'else ' if tuning.note else ''}to change: {why}\n")
-        return
-    console.print("loss: what it did in comparisons of small models (docs/results.md), ? where nobody knows\n")
-    typer.echo(f"{shlex.join(tuning.overrides)}\n")
-    console.print("Put them into the config, or behind `spes-p2p run init` (--tune does it). With them:\n")
 
 
 def _check_plannable(config: Config, ranks: int) -> None:
@@ -156,7 +115,6 @@ def _show(found: Answer, is_guess: bool) -> None:
     from rich.console import Console
 
     from spes_p2p.planning.options import EIGHT_BIT_INSTALL
-    from spes_p2p.planning.tuning import too_slow
 
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     console.print(_heading(found))
@@ -170,7 +128,7 @@ def _show(found: Answer, is_guess: bool) -> None:
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
     console.print(_stored(found))
-    if slow := too_slow(found.question):
+    if slow := found.too_slow():
         console.print(f"\n{slow}\n", markup=False)
     for line in _hints(found.question, is_guess):
         console.print(line)

@@ -57,7 +57,6 @@ def init(
         str | None, option("The volunteers' GPU, such as RTX4090: its memory and speed.", metavar="NAME")
     ] = None,
     tokens_per_second: Annotated[float | None, option("Training speed of a volunteer.", min=0.001)] = None,
-    tune: Annotated[bool, option("Choose what suits these links and GPUs, and say why.", "--tune")] = False,
     output: Annotated[Path, option("Folder for the organiser's key: the bootstrap node's.", "--output", "-o")] = Path(
         "bootstrap-node"
     ),
@@ -104,7 +103,6 @@ def init(
         overrides=tuple(overrides or ()),
         data_urls=tuple(data_url or ()),
         tokens_per_second=tokens_per_second or speed,
-        tune=tune,
         strangers=strangers,
     )  # fmt: skip
     made = start_run(run, Path(f"{run.name}.yaml"), output)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from spes_p2p.peer.herald import expected_coverage, router_warning
 from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
-from spes_p2p.planning.tuning import TUNE_FIX, guest_overrides, keys_of, too_slow, tune
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from spes_p2p.sync.node import can_be_audited, check_sizes
 
@@ -63,8 +63,6 @@ class NewRun:
     """Of what each peer trains in others' experts; 0: nothing."""
     tokens_per_second: float | None = None
     """Of the volunteers' GPUs."""
-    tune: bool = False
-    """What suits their links and GPUs is chosen (`planning/tuning.py`), but for what is among `overrides`."""
     strangers: bool = False
     """Anybody may train, and some may lie."""
 
@@ -100,20 +98,15 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
         check_enough(tokens, config)
     else:
         config = load_config(template, ["data.source=local", *given])
-    if "sync.vocabulary_rounds" not in keys_of(run.overrides) and not vocabulary_tiles(state_layout(config)):
+    if "sync.vocabulary_rounds" not in _keys_of(run.overrides) and not vocabulary_tiles(state_layout(config)):
         config = changed(config, ("sync.vocabulary_rounds=1",))  # few tokens: no tile is theirs alone
     check_sizes(config, state_layout(config))
-    tuned: tuple[str, ...] = ()
-    if run.tune:
-        tuned, chosen = _tuned(run, config)
-        config = changed(config, tuned)
-        words += chosen
     heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md lists all fields."
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()
     asked = ("run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank")
-    keys = (*chosen_keys(template), *DECIDED, *asked, *keys_of(defences), *keys_of(tuned))
+    keys = (*chosen_keys(template), *DECIDED, *asked, *_keys_of(defences))
     write_new(path, commented_yaml(config, keys, heading).encode())
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config, node)))
 
@@ -123,6 +116,19 @@ def _defences(template: Config) -> tuple[str, ...]:
     codecs, least = {"codec": template.sync.codec, "expert_codec": template.sync.expert_codec}, COARSEST_AUDITED
     coarse = [field for field, codec in codecs.items() if bytes_a_value(codec) < bytes_a_value(least)]
     return (*FOR_STRANGERS, *UNTRIED_WITH_AUDITS, *(f"sync.{field}={least}" for field in coarse))
+
+
+def guest_overrides(config: Config, rank: int) -> tuple[str, ...]:
+    """The rank, and tiles that hold whole rows of the experts' matrices."""
+    if not rank:
+        return ()
+    row = math.lcm(config.model.d_model, config.model.expert_ffn)
+    return f"model.guest_rank={rank}", f"sync.tile_values={max(1, config.sync.tile_values // row) * row}"
+
+
+def _keys_of(overrides: Iterable[str]) -> set[str]:
+    """What they set."""
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def _overrides(run: NewRun) -> list[str]:
@@ -161,22 +167,12 @@ def _question(run: NewRun, config: Config) -> Question:
     )  # fmt: skip
 
 
-def _tuned(run: NewRun, config: Config) -> tuple[tuple[str, ...], list[str]]:
-    """The overrides, and a line on each step. Raises ConfigError where links or speed were not said."""
-    fixed = {"swarm.experts_per_peer", *keys_of(run.overrides), *(["model.guest_rank"] if run.strangers else [])}
-    found = tune(_question(run, config), fixed)
-    if found is None:
-        raise ConfigError("--tune needs to know the volunteers' links and GPUs", fix=TUNE_FIX)
-    words = [f"{' '.join(step.overrides)}: {step.reason} (waiting {step.waiting:.0%})" for step in found.steps]
-    return found.overrides, words
-
-
 def _words(run: NewRun, config: Config, node: Path) -> list[str]:
     """What the plan says of the volunteers' machines."""
     question = _question(run, config)
     found = answer(question)
     warnings = [expected_coverage(config) or "", router_warning(config) or ""]
-    words = [*warnings, found.sentence(), found.eight_bit_words(), too_slow(question)]
+    words = [*warnings, found.sentence(), found.eight_bit_words(), found.too_slow()]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")

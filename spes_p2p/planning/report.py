@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spes_p2p.config.schema import Config
@@ -12,10 +12,14 @@ from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
 from spes_p2p.planning.options import EIGHT_BIT_INSTALL, Options, is_agreed
 from spes_p2p.planning.search import Fit, Search, search
 from spes_p2p.planning.sizes import Sizes, flops_per_token
-from spes_p2p.planning.traffic import Link, SyncCost, stored_bytes, sync_costs
+from spes_p2p.planning.traffic import Link, SyncCost, round_tokens, stored_bytes, sync_costs
 from spes_p2p.planning.units import gib_text
 
 NO_LIMIT = Link()
+MOST_WAITING = 0.1
+"""Share of the time that training may wait for syncs."""
+TOY_SECONDS = 0.1
+"""A round in which a machine trains less than this is of a toy, which no setting makes fit for slow links."""
 FULL_VALUE_BYTES = 16
 """Training everything in fp32 with AdamW: value, gradient, two moments."""
 
@@ -31,11 +35,6 @@ class Question:
     memory_bytes: int | None = None
     link: Link = NO_LIMIT
     tokens_per_second: float | None = None
-
-    def of(self, config: Config) -> Question:
-        """The same of another config; a peer that wants as many columns as all does so there, too."""
-        is_usual = self.owned == self.config.swarm.experts_per_peer
-        return replace(self, config=config, owned=config.swarm.experts_per_peer if is_usual else self.owned)
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,24 @@ class Answer:
         if fit is None or fit.options.optimizer != "adamw8bit":
             return ""
         return f"adamw8bit must be installed in the clone of each peer that uses it: {EIGHT_BIT_INSTALL}"
+
+    def too_slow(self) -> str:
+        """What there is to say of links that are too slow for the run as configured; nothing where they are not."""
+        share = self.costs[0].share
+        if share is None or share <= MOST_WAITING:
+            return ""
+        assert self.question.tokens_per_second is not None
+        training = round_tokens(self.question.config) / self.question.tokens_per_second
+        if training < TOY_SECONDS:
+            return (
+                f"A model for trying things out: a round of it is less than {TOY_SECONDS:g} s of training on such a "
+                "GPU, so nearly all of the time goes into syncing. It runs all the same, as fast as the links."
+            )
+        return (
+            f"Too slow: {share:.0%} of the time goes into syncing. The config home has the settings that save bytes "
+            "and waiting, docs/results.md what each costs. Faster links help, and more tokens a step "
+            "(optimizer.batch_sequences)."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Bytes, seconds and values throughout; shares between 0 and 1."""

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from spes_p2p.cli.main import build
-from spes_p2p.planning.measured import effects
 
 PLAN = build({"plan": "spes_p2p.cli.plan:plan", "status": "spes_p2p.cli.status:status"})
 
@@ -107,33 +106,17 @@ def test_it_loads_no_torch() -> None:
 HOME = ("--gpu", "RTX3060", "--uplink", "20Mbit", "--downlink", "100Mbit", "--peers", "8")
 
 
-def test_links_that_are_too_slow_are_said_and_tuned_for() -> None:
-    assert "Too slow: 95% of the time goes into syncing. With sync.codec=int4" in " ".join(
-        plan("--config", "small", *HOME).split()
-    )
-    text = plan("--config", "small", *HOME, "--tune")
-    assert max(len(line) for line in text.splitlines() if "sync.overlap=true sync" not in line) <= 80
-    assert "each column has two owners" in " ".join(text.split())
-    assert "Too slow" not in text
-    told = json.loads(plan("--config", "small", *HOME, "--tune", "--json"))
-    assert (
-        told["tuning"]["share"]
-        == told["sync"]["int4, experts ternary"]["share"]
-        <= 0.1
-        < told["tuning"]["share_before"]
-    )
-    assert "sync.overlap=true" in told["tuning"]["overrides"]
-    losses = {step["overrides"][0]: step["loss"] for step in told["tuning"]["steps"]}
-    assert losses["sync.codec=int4"] == vars(effects()["int4"])
-    assert f"{effects()['int4']}" in text
+def test_links_that_are_too_slow_are_said() -> None:
+    text = plan("--config", "small", *HOME)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Too slow: 95% of the time goes into syncing. The config home has" in " ".join(text.split())
 
 
-def test_a_codec_is_marked_that_is_chosen_and_nothing_is_to_be_done_where_nobody_waits() -> None:
+def test_a_codec_is_marked_that_is_chosen() -> None:
     fast = ("--uplink", "10Gbit", "--downlink", "10Gbit", "--tokens-per-second", "1", "--peers", "8")
     settings = ("sync.codec=int8", "sync.expert_codec=int8", "swarm.target_replicas=1", "swarm.experts_per_peer=1")
-    text = plan("--config", "tiny", *settings, *fast, "--tune")
-    assert "nothing to change: training hardly waits for syncs" in text
-    assert "Put them into the config" not in text
+    text = plan("--config", "tiny", *settings, *fast)
+    assert "Too slow" not in text
     assert text.count("(chosen)") == text.count("int8 (chosen)") == 1
 
 
@@ -152,19 +135,3 @@ def test_columns_without_an_owner_are_counted() -> None:
         "--config", "small", "--peers", "1", "sync.steps_per_round=1"
     )
     assert "4 peers, every 50 steps, 1 owner per column" in plan("--config", "small")
-
-
-def test_columns_of_ones_own_number_stay_while_settings_are_chosen() -> None:
-    text = plan("--config", "small", *HOME, "--tune", "--experts-per-peer", "6")
-    assert "6 of 8 columns with" in text
-
-
-def test_tuning_says_where_columns_would_have_no_owner() -> None:
-    links = ("--uplink", "100Mbit", "--downlink", "500Mbit")
-    text = " ".join(plan("--config", "spes-9b", "--peers", "4", "--gpu", "RTX4090", *links, "--tune").split())
-    assert "some of 8 have no owner; take at least 8 peers nothing else to change" in text
-    assert "swarm.experts_per_peer=" not in text
-
-
-def test_tuning_needs_links_and_speed() -> None:
-    assert "--uplink 20Mbit" in refusal("--config", "small", "--tune")

@@ -181,22 +181,6 @@ def test_init_asks_again_for_a_number_and_never_for_a_name_that_is_taken(
     assert len(asked) == 2
 
 
-def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    flags = ("--name", "mine", "--template", "small", "--data", "", "--peers", "8", "--experts-per-peer", "2",
-             "--guest-rank", "0", "--tune")  # fmt: skip
-    refused(spes_p2p("run", "init", *flags), "--tune needs to know the volunteers' links and GPUs", "--uplink 20Mbit")
-    assert not (tmp_path / "mine.yaml").exists()
-    machines = ("--gpu", "RTX3060", "--uplink", "20Mbit", "--downlink", "100Mbit", "sync.codec=bf16")
-    answer = spes_p2p("run", "init", *flags, *machines)
-    assert answer.exit_code == 0, answer
-    assert "sync.overlap=true: peers train on while a round is synced" in answer.output
-    config = load_config(tmp_path / "mine.yaml")
-    assert (config.sync.overlap, config.sync.steps_per_round) == (True, ((100, 5), (300, 10), (0, 200)))
-    assert (config.sync.codec, config.model.guest_rank, config.swarm.target_replicas) == ("bf16", 16, 2)
-    assert config.sync.vocabulary_rounds == 5
-
-
 def test_init_leaves_out_turns_of_a_vocabulary_that_fills_no_tile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
