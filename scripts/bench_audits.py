@@ -160,7 +160,7 @@ def replay_costs() -> None:
     print("| config | sent by a peer a round, GB | one point, GB | one auditor may replay one peer's steps |")
     print("| --- | --- | --- | --- |")
     for name in ("home", "spes-1b", "spes-7b"):
-        overrides = ["model.guest_rank=0", "sync.expert_rounds=1"]
+        overrides = ["sync.expert_rounds=1"]
         if name == "home":  # as `run init --strangers` has it
             overrides += ["sync.codec=int8", "sync.expert_codec=int8"]
         config = load_config(config_path(Path(name)), overrides)

@@ -140,7 +140,7 @@ def _formula(codec: Codec, arguments: argparse.Namespace) -> tuple[float, float]
     sizes, sync = Sizes.of(config.model), config.sync
     spread = Spread(peers, sizes.num_experts / peers, 1.0, sizes.num_experts)
     traffic = round_traffic(sizes, spread, sync.expert_rounds, sync.vocabulary_rounds)
-    up, down = (way.bytes_in(codec, guest_codec=sync.guest_codec) for way in (traffic.up, traffic.down))
+    up, down = (way.bytes_in(codec) for way in (traffic.up, traffic.down))
     return up, down
 
 

@@ -156,7 +156,6 @@ def _memory_table(found: Answer) -> Table:
         "masters": "fp32 beyond the bank, of owned experts",
         "gradients": "those that exist at that moment",
         "optimizer": "moments of trained parameters",
-        "guests": "what is trained in others' experts, with moments",
         "activations": "of the forward pass, and temporaries",
         "logits": "one chunk of the vocabulary at a time",
         "buffers": "work space of matrix products",
@@ -164,8 +163,6 @@ def _memory_table(found: Answer) -> Table:
     }
     parts = {**memory.parts, "allocator and CUDA": memory.slack + memory.context}
     for name, text in what.items():
-        if name == "guests" and not parts[name]:
-            continue
         table.add_row(name, gib_text(parts[name]), text)
     table.add_row("[bold]highest need[/]", f"[bold]{gib_text(memory.total)}[/]", f"in {memory.moment}")
     if memory.host:

@@ -40,9 +40,6 @@ def init(
     steps_per_round: Annotated[
         int | None, option("Inner steps between syncs (default: as in the template).", min=1)
     ] = None,
-    guest_rank: Annotated[
-        int | None, option("Rank of the change that each peer trains in others' experts (0: none).", min=0)
-    ] = None,
     strangers: Annotated[
         bool, option("Anybody may train: liars are left out, found and banned.", "--strangers")
     ] = False,
@@ -92,11 +89,6 @@ def init(
             known.swarm.experts_per_peer, 1,
         ),
         steps_per_round=steps_per_round,
-        guest_rank=_number(
-            0 if guest_rank is None and strangers else guest_rank,
-            "guests: each peer also trains a small change of experts it does not own; its rank (16 for better quality, "
-            "0 for none and less memory)", 0, 0,
-        ),
         gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else memory,
         up=parse_rate(uplink, "--uplink") if uplink else None,
         down=parse_rate(downlink, "--downlink") if downlink else None,

@@ -9,8 +9,6 @@ from typing import Literal, get_args
 
 Codec = Literal["fp32", "bf16", "int8", "int4", "ternary"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
-DenseCodec = Literal["fp32", "bf16", "int8", "int4"]
-"""Those that come close to every value: for what is sent once, so that nothing can follow later."""
 
 SCALE_BYTES = 2
 """One bf16 number a block."""

@@ -62,6 +62,8 @@ REMOVED: dict[str, Removed] = {
     "sync.overlap_steps": Removed(0),
     "sync.outer_steps": Removed(0),
     "model.own_layout": Removed("", "fork the model: docs/api.md says which files"),
+    "model.guest_rank": Removed(0),
+    "sync.guest_codec": Removed("bf16"),
     "sync.merge_kind": Removed("paper"),
 }
 """By dotted key, one row for each field that was taken out. Who takes a field out of the schema adds its row here.

@@ -5,7 +5,6 @@ The sections and their fields are explained in `sections`; reading YAML and over
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -76,8 +75,6 @@ class Config(Section):
                 fix=f"set it to at most {experts} (then every peer trains the whole model)",
             )
         self._check_size()
-        if self.model.guest_rank:
-            self._check_guests()
         self._check_documents()
         if self.data.mix:
             self._check_mix()
@@ -130,27 +127,6 @@ class Config(Section):
             raise ConfigError(
                 f"model.document_end is {end}, but model.vocab_size is {self.model.vocab_size}: no token has this id",
                 fix="set it to eos_id of the dataset's manifest.json, or to null",
-            )
-
-    def _check_guests(self) -> None:
-        rank, experts = self.model.guest_rank, self.model.num_experts
-        if self.swarm.experts_per_peer == experts:
-            raise ConfigError(
-                f"model.guest_rank is {rank}, but every peer trains all {experts} experts: nobody is a guest",
-                fix="set model.guest_rank=0, or swarm.experts_per_peer to fewer",
-            )
-        if not self.sync.enabled:
-            raise ConfigError(
-                f"model.guest_rank is {rank}, but peers exchange nothing, so no owner would receive it",
-                fix="set model.guest_rank=0",
-            )
-        row = math.lcm(self.model.d_model, self.model.expert_ffn)
-        if self.sync.tile_values % row:
-            whole = max(1, self.sync.tile_values // row) * row
-            raise ConfigError(
-                f"sync.tile_values is {self.sync.tile_values}, which splits rows of the experts' matrices, but "
-                f"with model.guest_rank ({rank}) the reducer of a tile needs whole rows",
-                fix=f"set sync.tile_values to a multiple of {row} (of d_model and expert_ffn), such as {whole}",
             )
 
 

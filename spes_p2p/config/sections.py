@@ -135,11 +135,6 @@ class ModelConfig(Section):
     document_end: Natural | None = agreed(
         "eos_id of the dataset's manifest.json: attention stays inside each document, and positions restart.", None
     )
-    guest_rank: Natural = agreed(
-        "Rank of the low-rank change that each peer trains, as a guest, in each expert that it does not own; its owner "
-        "adds it when it hands the expert out. 0 turns guests off, as in SPES; 16 is a good value.",
-        0,
-    )
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
     expert_backend: Literal["auto", "grouped_mm", "triton", "quack", "megablocks", "eager"] = local(
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
@@ -194,12 +189,6 @@ class ModelConfig(Section):
             raise ConfigError(
                 f"model.top_k is {self.top_k}, more than model.num_experts ({self.num_experts})",
                 fix=f"set model.top_k to at most {self.num_experts}",
-            )
-        narrowest = min(self.d_model, self.expert_ffn)
-        if self.guest_rank >= narrowest:
-            raise ConfigError(
-                f"model.guest_rank is {self.guest_rank}, but the experts' matrices are only {narrowest} wide",
-                fix="set it to 16, for example, or to 0 to turn guests off",
             )
         if self.embedding_rows < self.vocab_size:
             raise ConfigError(
@@ -287,8 +276,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adamw8bit", "muon"] = local(
         "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes per trained value instead of 8; needs "
-        "the extra optim8bit); or Muon for the matrices of experts and attention, and for what guests train in "
-        "them (4 bytes), and AdamW for the rest, at the same learning rate: for all peers alike, though nothing breaks "
+        "the extra optim8bit); or Muon for the matrices of experts and attention (4 bytes), and AdamW "
+        "for the rest, at the same learning rate: for all peers alike, though nothing breaks "
         "where they differ.",
         "adamw",
     )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from spes_p2p.codecs.sizes import Codec, DenseCodec
+from spes_p2p.codecs.sizes import Codec
 from spes_p2p.config.sections import Natural, Positive, Schedule, Section, agreed
 from spes_p2p.errors import ConfigError
 
@@ -29,10 +29,6 @@ class SyncConfig(Section):
         "fp32",
     )
     expert_codec: Codec = agreed("Codec for the values of expert columns (default: codec).")
-    guest_codec: DenseCodec = agreed(
-        "The same for what guests trained (only with model.guest_rank). It is sent once: what rounding loses is lost.",
-        "bf16",
-    )
     expert_rounds: Positive = agreed(
         "A column is handed out once in this many rounds, in turns; in between, its owners keep their own values "
         "and the others keep the last committed ones. Shared parameters are averaged in every round.",

@@ -163,10 +163,7 @@ class Inbound(Part):
         if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes):
             return False
         out = [peer for peer, _ in report.left_out]
-        owners = set(piece.contributors)
-        guests = {entry.peer for entry in plan.roster} - owners if self._rules.has_guests else set()
-        named = [*out, *report.guests]
-        if len(set(named)) != len(named) or not (set(out) <= owners | guests and set(report.guests) <= guests):
+        if len(set(out)) != len(out) or not set(out) <= set(piece.contributors):
             return False
         return all(len(why) <= MAX_REASON and why.isprintable() for _, why in report.left_out)
 

@@ -246,10 +246,9 @@ LOST = "lost"
 class Report:
     """A reducer's word that a slice is reduced: whose values went in and the hash of each tile that it now serves.
 
-    `piece` is slice `index` of `plan` with its reducer and those whose values went in, `guests` names those whose
-    changes of the column went in, too. `left_out` names contributors that were lost or refused, and guests that were
-    refused, with the reason. Without contributors and hashes it is a void report: this reducer has no values that are
-    fit, the next in order tries.
+    `piece` is slice `index` of `plan` with its reducer and those whose values went in. `left_out` names contributors
+    that were lost or refused, with the reason. Without contributors and hashes it is a void report: this reducer has no
+    values that are fit, the next in order tries.
     """
 
     parent: Hash
@@ -258,7 +257,6 @@ class Report:
     piece: Slice
     wire_hashes: tuple[Hash, ...]
     left_out: tuple[tuple[PeerId, str], ...] = ()
-    guests: tuple[PeerId, ...] = ()
 
     @property
     def reducer(self) -> PeerId:

@@ -202,7 +202,7 @@ class RoundPlan(Part):
         uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self._rules.block_tiles if self._rules.exchange else (0,) * len(self._rules.block_tiles)
         turn = Turn(self._due_columns(now), self._rules.due_shared(self._state.tip.round + 1))
-        reach = Reach(private, helpers, servers, self._rules.has_guests)
+        reach = Reach(private, helpers, servers)
         waiting = weightless(self._state.tip.members)
         counting = [peer for peer in peers if peer not in waiting]
         slices = plan_slices(counting, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)

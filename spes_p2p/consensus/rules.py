@@ -84,8 +84,6 @@ class RunRules:
     """Held-out sequences on which columns of few contributors are tried before they are voted for; 0: they are not."""
     audited_work: float = 0.0
     """The most of a round's training and bytes that audits of who trained take; 0: there are none, and no probation."""
-    has_guests: bool = False
-    """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH
     """What electors may do wrong, and so what is a quorum of them."""
     organiser: PeerId = NOBODY

@@ -34,13 +34,12 @@ class Reach:
 
     `private` peers cannot: they reduce only what they alone contribute to, and what is of several of them goes to
     `helpers`, who can be dialled and contribute nothing themselves. `servers` can be dialled, train nothing, and get
-    their share of all that has several contributors. `has_guests`: who does not own a column has something for it too.
+    their share of all that has several contributors.
     """
 
     private: Collection[PeerId] = ()
     helpers: Sequence[PeerId] = ()
     servers: Sequence[PeerId] = ()
-    has_guests: bool = False
 
 
 ALL, ANYBODY = Turn(), Reach()
@@ -70,9 +69,7 @@ def plan_slices(
         if contributors and (block == 0 or turn.columns is None or block - 1 in turn.columns):
             reducers = tuple(peer for peer in contributors if peer not in reach.private)
             if len(contributors) > 1:
-                reducers = (*reducers, *reach.servers)
-            if len(contributors) > 1 or (block and reach.has_guests):
-                reducers = reducers or tuple(reach.helpers)
+                reducers = (*reducers, *reach.servers) or tuple(reach.helpers)
             reducers = reducers or contributors
             shares = [max(1, uplinks.get(peer, usual)) for peer in reducers]
             due = ((0, tiles),) if block or turn.shared is None else turn.shared

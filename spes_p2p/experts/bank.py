@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.dispatch import key_dtype
-from spes_p2p.experts.guests import MATRICES, Guests, Matrix
 from spes_p2p.experts.masters import halve, halves_of, take_out
-from spes_p2p.experts.mlp import Trained, experts_of
+from spes_p2p.experts.mlp import Routed, experts_of
 from spes_p2p.experts.shards import Share
 from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
 
-__all__ = ["MATRICES", "ExpertBank", "Matrix"]
+Matrix = Literal["gate", "up", "down"]
+MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
 
 
 class ExpertBank(nn.Module):
@@ -71,9 +71,6 @@ class ExpertBank(nn.Module):
             self.store = Dense(shapes, device, dtype)
         for part in PARTS:
             self.register_parameter(part, None)
-        matrices = {which: self.shape_of(which) for which in MATRICES}
-        rank = 0 if foreign is None else foreign.guest_rank
-        self.guests = Guests(matrices, num_experts, rank, device, dtype) if rank else None
         self.register_buffer(
             "_slot_E", torch.arange(num_experts, device=device, dtype=key_dtype(num_experts)), persistent=False
         )
@@ -154,8 +151,6 @@ class ExpertBank(nn.Module):
         experts = [*owned, *(expert for expert in range(self.num_experts) if expert not in owned)]
         old_slots = [self._slots[expert] for expert in experts]
         self.store.reorder(old_slots, len(owned), {part: self.master(part) for part in PARTS})
-        if self.guests is not None:
-            self.guests.reorder(old_slots, len(owned))
         self._slots = tuple(experts.index(expert) for expert in range(self.num_experts))
         self._slot_E.copy_(torch.tensor(self._slots))
         self.owned = owned
@@ -202,5 +197,5 @@ class ExpertBank(nn.Module):
         # autocast would undo the store's dtype, which is the compute dtype already
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
             order = self.backend.sort(self._slot_E[expert_TK], self.num_experts)
-            trained = Trained(self.master("gate_up"), self.master("down"), self.guests)
-            return experts_of(x_TD.to(self.dtype), weight_TK, order, self.store, trained, self.backend)
+            routed = Routed(order, self.store, self.backend)
+            return experts_of(x_TD.to(self.dtype), weight_TK, self.master("gate_up"), self.master("down"), routed)

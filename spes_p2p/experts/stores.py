@@ -70,14 +70,12 @@ class Workspace:
 class Foreign:
     """How experts are held that are not trained here; one for all layers of a model.
 
-    `courier` brings them from host memory; without one they lie on the device. `guest_rank`: of the changes that are
-    trained in them all the same (guests.py); 0 for none.
+    `courier` brings them from host memory; without one they lie on the device.
     """
 
     dtype: ForeignDtype = "compute"
     courier: HostPrefetcher | None = None
     workspace: Workspace = field(default_factory=Workspace)
-    guest_rank: int = 0
 
     @property
     def assembles_matrices(self) -> bool:

@@ -76,11 +76,8 @@ def state_tensors(model: ModelConfig) -> list[StateTensor]:
 
 def state_layout(config: Config) -> Layout:
     """The grid of a run: where every value of its state lies, and how it travels."""
-    sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
-    has_momentum = sync.outer != "none"
-    return Layout(
-        tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum, rank, guest_codec=sync.guest_codec
-    )
+    sync, tensors = config.sync, state_tensors(config.model)
+    return Layout(tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum=sync.outer != "none")
 
 
 def vocabulary_tiles(layout: Layout) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 QK_NORMS = {"olmoe": "full", "qwen3_moe": "head", "qwen2_moe": "none"}
 """Families that can be imported, and how they normalise queries and keys."""
-_NOT_COMPARED = frozenset({"vocab_size", "init_std", "guest_rank", "document_end"})
+_NOT_COMPARED = frozenset({"vocab_size", "init_std", "document_end"})
 """What a run decides for itself: which of the rows are tokens, what new values would be drawn from, who trains the
 experts, and whether attention leaves a document. No published model has a field for it."""
 _OURS = "our model has no such part; use another checkpoint"

@@ -43,8 +43,8 @@ Table = Sequence[Sequence[Place]]
 
 
 def named_shared(model: Transformer) -> dict[str, nn.Parameter]:
-    """The shared parameters by name: all that are not masters of experts, nor what a guest trains in others."""
-    others = {id(parameter) for parameter in (*masters_of(model), *guest_parameters(model))}
+    """The shared parameters by name: all that are not masters of experts."""
+    others = {id(parameter) for parameter in masters_of(model)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in others}
 
 
@@ -58,11 +58,6 @@ def deal_values(model: Transformer, share: Share) -> None:
     for parameter in named_shared(model).values():
         if parameter.ndim > 1:
             deal(parameter, share)
-
-
-def guest_parameters(model: Transformer) -> list[nn.Parameter]:
-    """What a guest trains in experts of others, of all layers."""
-    return [parameter for bank in model.banks if bank.guests is not None for parameter in bank.guests.parameters()]
 
 
 def masters_of(model: Transformer) -> Iterator[nn.Parameter]:

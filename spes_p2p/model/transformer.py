@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         )
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
         courier = HostPrefetcher(device) if config.foreign_offload else None
-        foreign = Foreign(config.foreign_dtype, courier, guest_rank=config.guest_rank)
+        foreign = Foreign(config.foreign_dtype, courier)
         self.layers = nn.ModuleList(
             Layer(config, owned, self.backend, device, dtype, foreign) for _ in range(config.num_layers)
         )
@@ -162,12 +162,6 @@ class Transformer(nn.Module):
         for parameter in (self.embedding, self.head.weight, *masters):
             if parameter is not None:
                 add_in_place(parameter)
-
-    def take_guests_in(self, active: bool) -> None:
-        """Whether what is trained in foreign experts takes part in the forward pass."""
-        for bank in self.banks:
-            if bank.guests is not None:
-                bank.guests.active = active
 
     @contextmanager
     def masters_in_fp32(self) -> Iterator[None]:

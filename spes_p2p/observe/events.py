@@ -64,8 +64,6 @@ class Round:
     """Seconds without progress until the next leader would have taken over; adapts, see `consensus/timing.py`."""
     refused: tuple[str, ...] = ()
     """Peers whose values for some slice were not fit (not finite, far too large, of a wrong size), as known here."""
-    guests: int = 0
-    """Peers whose changes of experts of others went in, as known here."""
     lost_tokens: int = 0
     """Tokens of committed rounds of ours that are lost, because another history of the run won."""
     data_bytes_sent: int = 0

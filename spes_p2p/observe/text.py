@@ -93,8 +93,6 @@ def _round_line(event: on.Round) -> str:
         parts.append(f"merged with alpha {event.merge_alpha:.3g}")
     if event.stale_columns:
         parts.append(f"stale columns {span_text(event.stale_columns).replace(',', ', ')}")
-    if event.guests:
-        parts.append(f"{event.guests} guests")
     if event.refused:
         parts.append(f"values refused from {', '.join(short(peer) for peer in event.refused)}")
     if event.lost_tokens:

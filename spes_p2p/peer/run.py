@@ -347,7 +347,6 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             stale_columns=event.stale_columns if manifest.slices else (),
             deadline_seconds=round(event.deadline_seconds, 3),
             refused=tuple(event.refused),
-            guests=len(event.guests),
             lost_tokens=event.lost_tokens,
             data_bytes_sent=data_sent,
             data_bytes_received=data_received + traffic.take_elsewhere(),

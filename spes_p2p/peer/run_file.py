@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "
 """What nobody can change once a run has begun, and many an organiser wants to know of."""
 FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
 """What keeps a run going right while one peer in five lies (docs/security.md)."""
-UNTRIED_WITH_AUDITS = ("model.guest_rank=0", "sync.vocabulary_rounds=1")
-"""Guests' changes cannot be made again; how well work can be judged where vocabulary takes turns is hardly known."""
+UNTRIED_WITH_AUDITS = "sync.vocabulary_rounds=1"
+"""How well work can be judged where vocabulary takes turns is hardly known."""
 COARSEST_AUDITED: Codec = "int8"
 
 
@@ -59,8 +58,6 @@ class NewRun:
     down: float | None = None
     overrides: tuple[str, ...] = ()
     data_urls: tuple[str, ...] = ()
-    guest_rank: int = 0
-    """Of what each peer trains in others' experts; 0: nothing."""
     tokens_per_second: float | None = None
     """Of the volunteers' GPUs."""
     strangers: bool = False
@@ -89,8 +86,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
         )
     template = bundled_config(run.template)
     defences = _defences(load_config(template)) if run.strangers else ()
-    guests = guest_overrides(load_config(template), run.guest_rank)
-    given = [*_overrides(run), *defences, *guests, *run.overrides]
+    given = [*_overrides(run), *defences, *run.overrides]
     words = list[str]()
     if run.data or run.data_urls:
         found, tokens = _look_at_data(run, template, words.append)
@@ -105,7 +101,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()
-    asked = ("run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank")
+    asked = ("run.run_id", "swarm.min_peers", "swarm.experts_per_peer")
     keys = (*chosen_keys(template), *DECIDED, *asked, *_keys_of(defences))
     write_new(path, commented_yaml(config, keys, heading).encode())
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config, node)))
@@ -115,15 +111,7 @@ def _defences(template: Config) -> tuple[str, ...]:
     """For a run of strangers; with a coarse codec nobody could audit."""
     codecs, least = {"codec": template.sync.codec, "expert_codec": template.sync.expert_codec}, COARSEST_AUDITED
     coarse = [field for field, codec in codecs.items() if bytes_a_value(codec) < bytes_a_value(least)]
-    return (*FOR_STRANGERS, *UNTRIED_WITH_AUDITS, *(f"sync.{field}={least}" for field in coarse))
-
-
-def guest_overrides(config: Config, rank: int) -> tuple[str, ...]:
-    """The rank, and tiles that hold whole rows of the experts' matrices."""
-    if not rank:
-        return ()
-    row = math.lcm(config.model.d_model, config.model.expert_ffn)
-    return f"model.guest_rank={rank}", f"sync.tile_values={max(1, config.sync.tile_values // row) * row}"
+    return (*FOR_STRANGERS, UNTRIED_WITH_AUDITS, *(f"sync.{field}={least}" for field in coarse))
 
 
 def _keys_of(overrides: Iterable[str]) -> set[str]:
@@ -208,8 +196,8 @@ def _words_of_strangers(config: Config, node: Path) -> list[str]:
     ]
     if not can_be_audited(config, state_layout(config)):
         words.append(
-            "nobody audits reducers or trained work in this run: that needs sync.aggregate=clip, codecs no coarser "
-            "than int8, and model.guest_rank=0"
+            "nobody audits reducers or trained work in this run: that needs sync.aggregate=clip and codecs no coarser "
+            "than int8"
         )
     return words
 

@@ -146,9 +146,8 @@ class TrainingLoop:
         self.save = save
         leased = isinstance(learning.loader, LeasedLoader)
         self.machine = TrainerMachine(stages.TrainingRules.of(config, connection.peer_id, leased), connection.layout)
-        trainer = learning.trainer
         self.values = TrainedValues(
-            connection.layout, disk.store, disk.inputs, disk.residuals, trainer.contribution, trainer.coordinates
+            connection.layout, disk.store, disk.inputs, disk.residuals, learning.trainer.contribution
         )
         self.moments = HandOver(connection, config, learning.trainer, emit)
         self._loader = learning.loader
@@ -348,9 +347,7 @@ class TrainingLoop:
         masters = self.values.begin(turn)
         self.trainer.use_decay(manifest.decay)
         self._seconds, self._lead_seconds = self._lead_seconds, 0.0
-        if load.restored:
-            self.trainer.use_bases(self.connection.disk.bases.now)
-        else:
+        if not load.restored:
             new = set(turn.owned) - set(self.trainer.rank.owned)
             if is_idle:  # from here on the device is free
                 self.trainer.park()
@@ -359,7 +356,6 @@ class TrainingLoop:
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)
                 self._evaluator.evaluate(manifest)
             self.trainer.adopt(turn.owned, carried or masters, manifest.step, round_steps=load.own_steps)
-            self.trainer.use_bases(self.connection.disk.bases.now, load.left_out)
             self.moments.take(manifest, new)
             if not self._pause.active or new or self.machine.own.uncounted.tokens:  # else the last one has it all
                 self.save(manifest, self.values.base, self.machine.own.uncounted)

@@ -99,13 +99,12 @@ def _left_out_bytes(config: Config, sizes: Sizes, owned: int) -> tuple[int, int]
     columns, are_sole = owned * column, config.swarm.target_replicas == 1
     if _is_audited(config):
         return shared + columns, shared + 2 * columns
-    helps = not are_sole or config.model.guest_rank > 0  # others', where none of their owners can be dialled
-    reduced = sizes.num_experts * column if helps else columns
+    reduced = columns if are_sole else sizes.num_experts * column  # others', where none of their owners can be dialled
     return 2 * shared + (1 if are_sole else 2) * columns, 2 * shared + columns + reduced
 
 
 def _is_audited(config: Config) -> bool:
     """Whether reducers are: see `can_be_audited` in sync/node.py, which looks at the layout."""
     sync = config.sync
-    is_fine = {sync.codec, sync.expert_codec} <= {"fp32", "bf16", "int8"} and not config.model.guest_rank
+    is_fine = {sync.codec, sync.expert_codec} <= {"fp32", "bf16", "int8"}
     return sync.enabled and sync.aggregate == "clip" and sync.audited_share > 0 and is_fine

@@ -18,7 +18,6 @@ from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.units import GIB, MIB
 
 SHARED, BANK, MASTERS, GRADIENTS, OPTIMIZER = "shared parameters", "bank", "masters", "gradients", "optimizer"
-GUESTS = "guests"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 
 HEAD, LAST, FIRST, STEP = "the loss", "the last layer's backward", "the first layer's backward", "the update"
@@ -174,8 +173,7 @@ def state_bytes(work: Workload) -> int:
     values = sizes.trained(work.owned)
     trained = work.shared_bytes + work.masters_bytes
     trained += GRADIENT_BYTES[work.options.gradient_dtype] * values // work.shares
-    thin = GRADIENT_BYTES[work.options.gradient_dtype] * sizes.num_experts * sizes.coordinates
-    return trained + _optimizer_bytes(work) + bank_bytes(work) + guest_bytes(work) + thin
+    return trained + _optimizer_bytes(work) + bank_bytes(work)
 
 
 def column_value_bytes(options: Options, ranks: int = 1) -> float:
@@ -233,7 +231,6 @@ def _held(work: Workload) -> dict[str, int]:
         BANK: bank_bytes(work),
         MASTERS: work.masters_bytes,
         OPTIMIZER: _optimizer_bytes(work),
-        GUESTS: guest_bytes(work),
         BUFFERS: (WORKSPACE_BYTES if work.compute_bytes == 2 else 0) + documents_bytes(work),
     }
 
@@ -244,17 +241,6 @@ def documents_bytes(work: Workload) -> int:
         return 0
     tokens = work.sequences * work.sequence_length
     return tokens * (work.compute_bytes * work.sequence_length + 8 * work.model.head_dim)
-
-
-def guest_bytes(work: Workload) -> int:
-    """What is trained in columns of others, without gradients: values for all columns, moments for the foreign ones.
-
-    Coordinates and moments in fp32, bases in the compute dtype.
-    """
-    sizes, experts = Sizes.of(work.model), work.model.num_experts
-    kind = "muon" if work.options.optimizer == "muon" else "adamw"
-    moments = round(OPTIMIZER_BYTES[kind]) * (experts - work.owned) * sizes.coordinates
-    return experts * (4 * sizes.coordinates + work.compute_bytes * sizes.bases) + moments
 
 
 def _optimizer_bytes(work: Workload) -> int:
@@ -270,7 +256,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     active = Activations(model, work.sequences * work.sequence_length, work.compute_bytes, checkpointing)
     gradient = GRADIENT_BYTES[work.options.gradient_dtype]
     trained = sizes.trained(work.owned)
-    all_gradients = gradient * (trained // work.shares + sizes.num_experts * sizes.coordinates)
+    all_gradients = gradient * (trained // work.shares)
     early = all_gradients if work.accumulates else 0
     # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
     # makes one for a moment, and its fp32 gradient in the forward pass, which is where it stays if added in place. What

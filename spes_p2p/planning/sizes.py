@@ -29,10 +29,6 @@ class Sizes:
     """One expert column: L times that."""
     num_experts: int
     top_k: int
-    coordinates: int
-    """What a guest trains in one column: L (2 F + D) times model.guest_rank."""
-    bases: int
-    """In which it does: L (2 D + F) times model.guest_rank."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> Sizes:
@@ -49,8 +45,6 @@ class Sizes:
             column=layers * 3 * width * model.expert_ffn,
             num_experts=model.num_experts,
             top_k=model.top_k,
-            coordinates=layers * (2 * model.expert_ffn + width) * model.guest_rank,
-            bases=layers * (2 * width + model.expert_ffn) * model.guest_rank,
         )
 
     @property

@@ -7,10 +7,6 @@ with O columns sends, and receives, in values:
     up    2 (N - 1) / N P_s  +  O ((r - 1) + (N - 1)) / r P_c
     down  2 (N - 1) / N P_s  +  2 O (r - 1) / r P_c  +  (E_o - O) P_c
 
-and of C coordinates a column, where peers are guests in columns of others (model.guest_rank), in sync.guest_codec,
-
-    up    (E_o - O) C        down  O (N - r) / r C
-
 where E_o columns have an owner. With r = 1 and E = N O that is 2(N-1)/N P_s + (N-1)/N P_e both ways. Any holder may
 hand a tile on, so that one peer may send more and another less; the sum stays. The momentum of an outer optimizer is no
 part of this: all peers compute it, and only who fetches a state gets it from others. Leaves out what messages add: the
@@ -21,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.codecs.sizes import CODECS, Codec, DenseCodec, bytes_a_value
+from spes_p2p.codecs.sizes import CODECS, Codec, bytes_a_value
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.planning.sizes import Sizes
 
@@ -30,19 +26,17 @@ DAY_SECONDS = 86_400
 
 @dataclass(frozen=True)
 class OneWay:
-    """Values that go one way in a round: of the shared parameters, of expert columns, and of what guests trained."""
+    """Values that go one way in a round: of the shared parameters and of expert columns."""
 
     shared: float = 0.0
     columns: float = 0.0
-    guests: float = 0.0
 
     @property
     def values(self) -> float:
-        return self.shared + self.columns + self.guests
+        return self.shared + self.columns
 
-    def bytes_in(self, codec: Codec, expert_codec: Codec | None = None, guest_codec: DenseCodec = "bf16") -> float:
-        columns = self.columns * bytes_a_value(expert_codec or codec)
-        return self.shared * bytes_a_value(codec) + columns + self.guests * bytes_a_value(guest_codec)
+    def bytes_in(self, codec: Codec, expert_codec: Codec | None = None) -> float:
+        return self.shared * bytes_a_value(codec) + self.columns * bytes_a_value(expert_codec or codec)
 
 
 @dataclass(frozen=True)
@@ -122,10 +116,7 @@ def round_traffic(sizes: Sizes, spread: Spread, expert_rounds: int = 1, vocabula
     share, column = 2 * others / spread.peers * shared, sizes.column / expert_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
-    coordinates = sizes.coordinates / expert_rounds
-    guests_up = (spread.covered - owned) * coordinates
-    guests_down = owned * (spread.peers - replicas) / replicas * coordinates
-    return Traffic(OneWay(share, up, guests_up), OneWay(share, down, guests_down))
+    return Traffic(OneWay(share, up), OneWay(share, down))
 
 
 def sync_costs(
@@ -146,7 +137,7 @@ def sync_costs(
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
     found = []
     for shared, columns in pairs:
-        up, down = (way.bytes_in(shared, columns, config.sync.guest_codec) for way in (traffic.up, traffic.down))
+        up, down = (way.bytes_in(shared, columns) for way in (traffic.up, traffic.down))
         name = shared if shared == columns else f"{shared}, experts {columns}"
         found.append(_cost(name, up, down, link, training, hidden))
     return tuple(found)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.codecs.sizes import Codec, DenseCodec, encoded_bytes
+from spes_p2p.codecs.sizes import Codec, encoded_bytes
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, sha256
 
@@ -99,14 +99,8 @@ class Layout:
         shared_codec: Codec = "fp32",
         expert_codec: Codec = "fp32",
         has_momentum: bool = False,
-        guest_rank: int = 0,
-        guest_codec: DenseCodec = "fp32",
     ) -> None:
-        """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense.
-
-        `guest_rank`: of the changes that are trained in columns by who does not own them; tiles then hold whole rows.
-        `guest_codec`: how they travel.
-        """
+        """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense."""
         if tile_values < 1:
             raise ConfigError(f"sync.tile_values is {tile_values}, not positive", fix="set it to 1048576")
         self.tile_values = tile_values
@@ -114,7 +108,6 @@ class Layout:
         self.tensors = tuple(tensors)
         self.num_columns = _count_columns(self.tensors)
         self.has_momentum = has_momentum
-        self.guest_rank, self.guest_codec = guest_rank, guest_codec
         self.model_blocks = _placed(self.tensors, self.num_columns)
         self.blocks = self.model_blocks + (_momentum_of(self.model_blocks) if has_momentum else ())
         self._tile_ranges = _tile_ranges(self.blocks, tile_values)
@@ -187,17 +180,6 @@ class Layout:
         """The tensor that holds value `offset` of a block."""
         tensors = self.blocks[block].tensors
         return tensors[bisect_right(tensors, offset, key=lambda placed: placed.offset) - 1]
-
-    def coordinates_before(self, block: int, offset: int) -> int:
-        """How many coordinates of guests stand for the values of a column before `offset`: `guest_rank` for each row.
-
-        `offset` is where a row begins, or the block's end.
-        """
-        if not offset:
-            return 0
-        placed = self.tensor_at(block, offset - 1)
-        rows = sum(at.tensor.shape[0] for at in self.blocks[block].tensors if at.offset < placed.offset)
-        return self.guest_rank * (rows + (offset - placed.offset) // placed.tensor.shape[1])
 
     @staticmethod
     def root_of(tile_hashes: Iterable[Hash]) -> Hash:

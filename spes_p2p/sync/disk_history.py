@@ -108,8 +108,6 @@ class DiskHistory:
             self._disk.residuals.settle(
                 commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire.hashes[tile_id]
             )
-            before = self._store.version(commit.manifest.round - 1)
-            self._disk.bases.settle(commit.manifest, commit.certificate.manifest, before, made)
             self._chain.append(commit)
             reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)
             self._candidate.publish(commit.manifest.state_root)
@@ -120,12 +118,12 @@ class DiskHistory:
     async def follow(self, first: Manifest, newest: Commit, state: Fetched) -> None:
         hashes = wire_tiles(*self._core.handed_out(first))  # here: a thread would look at what changes meanwhile
         await self._tasks.in_thread(lambda: _keep_residuals(self._disk, first, newest.manifest, hashes))
-        await self._tasks.in_thread(partial(_publish, self._disk, state, newest.manifest))
+        await self._tasks.in_thread(state.publish)
 
     async def switch(self, fork: ForkPoint, state: Fetched) -> None:
         await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
         await self._tasks.in_thread(partial(_bring_residuals_over, self._disk, fork))
-        await self._tasks.in_thread(partial(_publish, self._disk, state, fork.theirs[-1].manifest))
+        await self._tasks.in_thread(state.publish)
         self.retention.clear()  # what is kept for them is of the history that lost
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
@@ -163,11 +161,6 @@ class DiskHistory:
         for round in set(self._store.rounds()) - keep:
             self._store.drop(round, keep_wire=round in wires)
         self._store.wires.drop_all_but(wires)
-
-
-def _publish(disk: Disk, state: Fetched, manifest: Manifest) -> None:
-    state.publish()
-    disk.bases.open(disk.chain, manifest)
 
 
 def _keep_residuals(disk: Disk, first: Manifest, newest: Manifest, hashes: Mapping[int, Hash]) -> None:

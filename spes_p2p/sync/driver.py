@@ -163,7 +163,6 @@ class Driver:
         self._tasks = Tasks(self._task_failed)
         self._context = context = PeerContext(core, run, node, disk, hooks, self._tasks)
         disk.residuals.open(disk.chain, core.tip.round, core.me)
-        disk.bases.open(disk.chain, core.tip)
         for problem in disk.residuals.problems:
             hooks.notice(do.Notice("disk", problem))
         self._candidate = CandidateState(

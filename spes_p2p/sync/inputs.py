@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.version import block_file, on_disk
 
@@ -28,8 +27,6 @@ class Snapshot:
 
     parent: Hash
     arrays: Mapping[int, Values]
-    coordinates: Mapping[int, Coordinates] = field(default_factory=dict)
-    """By column of others: what was trained there as a guest."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -57,16 +54,8 @@ class Inputs:
         self.keeps_earlier = keeps_earlier
         self._count = self._frozen = 0
 
-    def take(
-        self,
-        parent: Hash,
-        blocks: Sequence[int],
-        values: Callable[[int], Values],
-        coordinates: Mapping[int, Coordinates] | None = None,
-    ) -> None:
+    def take(self, parent: Hash, blocks: Sequence[int], values: Callable[[int], Values]) -> None:
         """Replaces the snapshot by `values(block)` for each of `blocks`, trained on top of manifest `parent`.
-
-        `coordinates`: what was trained in columns of others, by column.
 
         Where the disk is full the snapshot is held in memory. Maps of the earlier one stay good.
         """
@@ -75,7 +64,7 @@ class Inputs:
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
         if self.keeps_earlier and parent != self.snapshot.parent:
             self._earlier, self._earlier_folder = self.snapshot, self._folder
-        self.snapshot = Snapshot(parent, arrays, coordinates or {})  # at once: readers see the one or the other
+        self.snapshot = Snapshot(parent, arrays)  # at once: readers see the one or the other
         self._folder = folder
         for older in self._directory.iterdir():
             if older not in (folder, self._earlier_folder):
@@ -110,15 +99,6 @@ class Inputs:
         if parent != snapshot.parent or not tiles or tiles[0].block not in snapshot.arrays:
             return None
         return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]
-
-    def coordinates(self, parent: Hash, first_tile: int, count: int) -> Coordinates | None:
-        """What was trained as a guest in consecutive tiles of a column of others, or None."""
-        snapshot, tiles = self.snapshot, self._layout.consecutive(first_tile, count)
-        found = snapshot.coordinates.get(tiles[0].block - 1) if tiles and parent == snapshot.parent else None
-        if found is None:
-            return None
-        first, last = (self._layout.coordinates_before(tiles[0].block, end) for end in (tiles[0].start, tiles[-1].stop))
-        return Coordinates(found.mark, found.values[first:last])
 
 
 @dataclass(frozen=True)

@@ -128,20 +128,6 @@ class SliceWork(Protocol):
         Raises NetworkError, RemoteProtocolError, WrongSize or OtherValues.
         """
 
-    @property
-    def has_guests(self) -> bool:
-        """Whether others than the owners train in this column, in a basis that is known here."""
-
-    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        """Takes what a guest trained, if it is in that basis. Raises NetworkError, RemoteProtocolError."""
-
-    def screen_guests(self) -> dict[PeerId, str]:
-        """Leaves out guests that are unfit, each with the reason."""
-
-    @property
-    def guests(self) -> tuple[PeerId, ...]:
-        """Those whose changes are taken in, in roster order."""
-
     async def remade(self) -> tuple[Hash, ...]:
         """After `average`: the hashes of its tiles, if they were staged."""
 

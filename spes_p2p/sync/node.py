@@ -152,9 +152,9 @@ AUDITED_WORK = 3 / 8
 
 def can_be_audited(config: Config, layout: Layout) -> bool:
     """Whether the mean of a slice can follow, to the bit, from what its contributors send: coarse codecs need what a
-    reducer left out before, and guests' changes are multiplied out."""
+    reducer left out before."""
     is_fine = {layout.codec_of(block.index) for block in layout.model_blocks} <= {"fp32", "bf16", "int8"}
-    return config.sync.enabled and config.sync.aggregate == "clip" and is_fine and not config.model.guest_rank
+    return config.sync.enabled and config.sync.aggregate == "clip" and is_fine
 
 
 def audited_work(config: Config, info: RunInfo, layout: Layout) -> float:
@@ -197,7 +197,6 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
         trial_sequences=trial_sequences(config),
         audited_work=audited_work(config, info, layout),
-        has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",
         organiser=info.organiser,

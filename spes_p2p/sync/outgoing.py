@@ -25,7 +25,6 @@ from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import commitment_to, opening_of
 from spes_p2p.sync.coding import encoded_change
-from spes_p2p.sync.guests import sent_coordinates
 from spes_p2p.sync.inputs import Snapshot
 from spes_p2p.sync.slice_mean import parts_of, sent_values
 from spes_p2p.sync.surroundings import PeerContext
@@ -90,7 +89,7 @@ class Outgoing:
         """The bytes for another reducer; what they leave out is kept for the next round, if this one counts them."""
         values = self._inputs.values(parent, first_tile, count)
         if values is None:
-            return self.coordinates(parent, first_tile, count)
+            return None
         if self._codec(first_tile) == "fp32":
             return bytes_of(values)
         if self._is_audited:
@@ -162,11 +161,6 @@ class Outgoing:
 
     def _commitment(self, parent: Hash) -> _CommittedTo | None:
         return next((known for known in self._commitments if known.parent == parent), None)
-
-    def coordinates(self, parent: Hash, first_tile: int, count: int) -> bytes | None:
-        """What was trained as a guest in consecutive tiles of a column of others, as it travels."""
-        found = self._inputs.coordinates(parent, first_tile, count)
-        return None if found is None else sent_coordinates(self._layout, found)
 
     def _codec(self, first_tile: int) -> Codec:
         return self._layout.codec_of(self._layout.tiles[first_tile].block)

@@ -19,7 +19,6 @@ from spes_p2p.consensus.audits import most_lost
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
-from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import LOST, Plan, Report, plan_hash
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.transfers import WrongSize
@@ -77,28 +76,6 @@ class Collector:
             return LOST
         return ""
 
-    async def guests(self, plan: Plan, piece: Slice, values: SliceWork) -> dict[PeerId, str]:
-        """Takes what those have who trained in a slice's column without owning it; why some are unfit."""
-        link = {member.peer: member.link_class for member in self._core.tip.members}
-        entries = [
-            entry
-            for entry in plan.roster
-            if entry.peer not in piece.contributors
-            and LINK_PUBLIC in (link.get(entry.peer), link.get(self._core.me))  # one of two can dial the other
-        ]
-        reasons = await self._work.together(self._guest(entry, plan.parent, values) for entry in entries)
-        left_out = {entry.peer: reason for entry, reason in zip(entries, reasons, strict=True) if reason}
-        return left_out | values.screen_guests()
-
-    async def _guest(self, entry: Contribution, parent: Hash, values: SliceWork) -> str:
-        """Takes what one guest has; why it cannot be used, or "", also for one that has nothing."""
-        if entry.peer != self._core.me:
-            reason = await self._asked(entry, parent, values.take_guest)
-            return "" if reason == LOST else reason
-        if self._core.is_counted(parent, entry):
-            await values.take_guest(entry, lambda: True)
-        return ""
-
     def _slow_in(self, parent: Hash) -> set[PeerId]:
         """Who was silent on top of `parent`."""
         if self._slow[0] != parent:
@@ -132,8 +109,6 @@ class RoundExecutor:
             try:
                 left_out = await self._collector.contributions(plan, piece, values)
                 reached(failpoints.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
-                if values.has_guests:
-                    left_out |= await self._collector.guests(plan, piece, values)
                 report = await self._staged(report, values, left_out)
             except TileDamaged as error:  # somebody else has its values whole; it is mended beside
                 left_out = {}
@@ -153,7 +128,7 @@ class RoundExecutor:
         async with self._writing(lambda: self._is_wanted(report)) as is_wanted:
             hashes = await values.stage() if is_wanted else ()
         reached(failpoints.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
-        return replace(report, piece=replace(report.piece, contributors=fit), wire_hashes=hashes, guests=values.guests)
+        return replace(report, piece=replace(report.piece, contributors=fit), wire_hashes=hashes)
 
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""

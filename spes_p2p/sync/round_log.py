@@ -83,7 +83,6 @@ class RoundLog:
             self._leavers(),
             stale_columns=stale_columns(self._core.state.rules.expert_rounds, commit.manifest),
             refused=self._refused(),
-            guests=self._guests(),
         )
         if fork is None:
             return event
@@ -103,10 +102,6 @@ class RoundLog:
             if reason != LOST and (report is None or peer not in report.value.contributors)
         }
         return tuple(sorted(named))
-
-    def _guests(self) -> tuple[PeerId, ...]:
-        reports = self._core.state.round.reports.values()
-        return tuple(sorted({peer for signed in reports for peer in signed.value.guests}))
 
     def _leavers(self) -> frozenset[PeerId]:
         state = self._core.state

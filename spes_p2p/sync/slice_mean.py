@@ -50,21 +50,7 @@ def unfit(
 ) -> dict[PeerId, str]:  # fmt: skip
     """Whose values stay out of the mean, each with the reason."""
     bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips
-    return _unfit(rules, piece, roster, found, before, LARGEST_ENCODED if bounded else math.inf)
-
-
-def unfit_guests(
-    rules: RunRules, piece: Slice, roster: Mapping[PeerId, Contribution], found: Mapping[PeerId, Values]
-) -> dict[PeerId, str]:
-    """The same of guests, by their coordinates, which begin at zero."""
-    nothing = np.zeros_like(next(iter(found.values()))) if found else np.empty(0, np.float32)
-    return _unfit(rules, piece, roster, found, nothing, LARGEST_ENCODED)
-
-
-def _unfit(
-    rules: RunRules, piece: Slice, roster: Mapping[PeerId, Contribution], found: Mapping[PeerId, Values],
-    before: Values, largest: float,
-) -> dict[PeerId, str]:  # fmt: skip
+    largest = LARGEST_ENCODED if bounded else math.inf
     rounds = rules.rounds_between(piece)
     alike, claimed = dict.fromkeys(roster, 1), {peer: entry.steps for peer, entry in roster.items()}
     if rules.clips:  # claims are not to be believed

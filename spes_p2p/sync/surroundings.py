@@ -24,7 +24,6 @@ from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.fraud import PROOFS, ProofFolder
-from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.residuals import Residuals
@@ -61,8 +60,6 @@ class Applied:
     """Columns that were not handed out when it was their turn."""
     refused: tuple[PeerId, ...] = ()
     """Peers whose values a reducer found unfit, as far as this peer knows."""
-    guests: tuple[PeerId, ...] = ()
-    """Peers whose changes of columns of others went in, as far as this peer knows."""
 
 
 class Hooks(Protocol):
@@ -127,7 +124,6 @@ class Disk:
     votes: VoteBook
     inputs: Inputs
     residuals: Residuals
-    bases: Bases
     proofs: ProofFolder
     moments: MomentStore | None = None
     """Optimizer moments offered to new owners of our columns; None on a node that does not train."""
@@ -147,8 +143,8 @@ class Disk:
         with storing(folder, 0):
             inputs = Inputs(folder / "inputs", layout, run.rules.audited_work > 0)
             residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
-        bases, proofs = Bases(folder / "guests", layout), ProofFolder(folder / PROOFS, run.info)
-        return cls(tip, files.store, files.chain, votes, inputs, residuals, bases, proofs, data=files.data)
+        proofs = ProofFolder(folder / PROOFS, run.info)
+        return cls(tip, files.store, files.chain, votes, inputs, residuals, proofs, data=files.data)
 
 
 @dataclass(frozen=True)

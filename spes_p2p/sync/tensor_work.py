@@ -21,18 +21,16 @@ from spes_p2p.errors import RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.requests import ValuesRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.basis import Basis
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.fraud import Charge, Given
-from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, take_in
 from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.slice_mean import Made, hand_out, hashes_of, mean_of, parts_of, sent_values, unfit, unfit_guests
+from spes_p2p.sync.slice_mean import Made, hand_out, hashes_of, mean_of, parts_of, sent_values, unfit
 from spes_p2p.sync.surroundings import PeerContext
 from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import pack
@@ -68,10 +66,6 @@ class TensorWork:
         self._freed = asyncio.Condition()
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
 
-    def basis_of(self, piece: Slice) -> Basis | None:
-        """The one in which guests train in a slice's column."""
-        return self.context.disk.bases.now.get(piece.block - 1)
-
     def tiles_of(self, piece: Slice) -> tuple[Tile, ...]:
         return self.context.layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
 
@@ -80,7 +74,7 @@ class TensorWork:
     @asynccontextmanager
     async def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AsyncIterator[SliceWork]:
         """What needs nobody else's values is made a few at a time: others fetch the first ones meanwhile."""
-        is_alone = piece.contributors == (self.context.core.me,) and not self.basis_of(piece)
+        is_alone = piece.contributors == (self.context.core.me,)
         alone: AbstractAsyncContextManager[Any] = self._alone if is_alone else nullcontext()
         async with alone, self._memory_for(piece, keeps):
             work = TensorSlice(self, plan, piece, keeps)
@@ -238,8 +232,6 @@ class TensorSlice:
         self.base = _Base(committed, self._tiles)
         self._given: dict[PeerId, Given] = {}
         self._found: dict[PeerId, Values] = {}
-        self._basis = work.basis_of(piece)
-        self._guests: dict[PeerId, Values] = {}
         self._made: list[Made] = []
 
     async def take_own(self, me: PeerId) -> bool:
@@ -277,33 +269,6 @@ class TensorSlice:
     def _request(self, entry: Contribution) -> ValuesRequest:
         return ValuesRequest(self._parent, self._piece.first_tile, self._piece.tiles, pack(entry))
 
-    @property
-    def has_guests(self) -> bool:
-        return self._basis is not None
-
-    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        piece, basis = self._piece, self._basis
-        assert basis is not None
-        data: memoryview | bytes | None
-        if entry.peer == self._me:
-            data = self._work.outgoing.coordinates(self._parent, piece.first_tile, piece.tiles)
-        else:
-            size = coordinate_bytes(self._layout, self._tiles)
-            _, data = await self._work.transfers.values(entry.peer, self._request(entry), size, is_wanted)
-        values = None if data is None else read_coordinates(self._layout, self._tiles, data, basis)
-        if values is not None:
-            self._guests[entry.peer] = values
-
-    def screen_guests(self) -> dict[PeerId, str]:
-        refused = unfit_guests(self._rules, self._piece, self._roster, self._guests)
-        for peer in refused:
-            del self._guests[peer]
-        return refused
-
-    @property
-    def guests(self) -> tuple[PeerId, ...]:
-        return tuple(peer for peer in self._roster if peer in self._guests)
-
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         return await self._tasks.in_thread(lambda: self._average(left_out))
 
@@ -323,13 +288,10 @@ class TensorSlice:
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        mean = mean_of(self._rules, [found[peer] for peer in fit], self.base.values, self._tokens(fit), spent)
+        tokens = [self._roster[peer].tokens for peer in fit]
+        mean = mean_of(self._rules, [found[peer] for peer in fit], self.base.values, tokens, spent)
         found.clear()
         self._found.clear()
-        if self._guests and self._basis is not None:
-            shares = self._shares_of_guests()
-            tokens = sum(self._tokens(fit))
-            mean = take_in(self._layout, self._tiles, mean, self.base.values, self._basis, tokens, shares)
         unsent = self._disk.residuals.unsent_of_mean
         self._made = hand_out(self._layout, self._tiles, mean, self.base.values, unsent)
         if not self._made:
@@ -337,18 +299,6 @@ class TensorSlice:
             left_out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
             return ()
         return fit
-
-    def _tokens(self, peers: Sequence[PeerId]) -> list[int]:
-        """What their values weigh."""
-        return [self._roster[peer].tokens for peer in peers]
-
-    def _shares_of_guests(self) -> list[tuple[int, Values]]:
-        """The tokens and coordinates of each; of all together where they are clipped."""
-        found = [self._guests[peer] for peer in self.guests]
-        tokens = self._tokens(self.guests)
-        if not self._rules.clips:
-            return list(zip(tokens, found, strict=True))
-        return [(sum(tokens), mean_of(self._rules, found, np.zeros_like(found[0]), tokens))]
 
     async def check_sound(self) -> None:
         await self._tasks.in_thread(self.base.check_sound)

@@ -133,7 +133,7 @@ class Trial:
 
     def __init__(self, model: ModelConfig, committed: BlockSource, token_BS: Tensor) -> None:
         one_layer = {
-            "num_layers": 1, "guest_rank": 0, "expert_backend": "auto", "foreign_dtype": "compute",
+            "num_layers": 1, "expert_backend": "auto", "foreign_dtype": "compute",
             "foreign_offload": False, "torch_compile": False, "activation_checkpointing": "none",
         }  # fmt: skip
         self._model = Transformer(model.model_copy(update=one_layer), range(model.num_experts), device="cpu")

@@ -8,8 +8,7 @@ each other's: forward and backward pass use whole values and fetch nothing. With
 values alone, and fetches the others when it computes with them (experts/shards.py); of masters of owned experts, which
 no forward pass reads where the bank has their values in bf16, it has its rows' lower halves, and fetches others' bf16
 after a step (experts/masters.py). Masters that are whole stay so: on a CPU and in fp16, where no half of one would do,
-and where foreign experts are packed, since matrices are put together from them in each pass. What guests train is small
-and stays whole, too.
+and where foreign experts are packed, since matrices are put together from them in each pass.
 
 **In bf16** (`optimizer.gradient_dtype: bf16`): sums are rounded stochastically, up with the probability that makes the
 mean exact. Rounded to nearest, a sum would stand still once a term is below 2^-9 of it, after some 256 micro-batches;
@@ -61,18 +60,16 @@ class KeptGradients(nn.Module):
         ranks: Ranks,
         share: Share,
         dtype: torch.dtype,
-        whole: Collection[nn.Parameter] = (),
         rounds: Collection[nn.Parameter] = (),
     ) -> None:
-        """`dtype`: of what is kept. `whole`: parameters that every rank steps, whatever its `share`.
+        """`dtype`: of what is kept.
 
         `rounds`: those for which the model itself can add to sums in bf16, piece by piece.
         """
         super().__init__()
         self.model, self._ranks, self._share, self._dtype = model, ranks, share, dtype
-        left_out = {id(parameter) for parameter in whole}
         parameters = [one for one in model.parameters() if one.requires_grad]
-        self._dealt = [one for one in parameters if share.of > 1 and id(one) not in left_out]
+        self._dealt = parameters if share.of > 1 else []
         self._is_dealt = {id(one) for one in self._dealt}
         self._hooks = [one.register_post_accumulate_grad_hook(self._take) for one in parameters]
         self._kept: dict[int, Tensor] = {}

@@ -160,16 +160,8 @@ class TrainerMachine:
         tiles = self._layout.tile_ids_in(blocks) & uncounted  # a column of another owner now is the same for all
         self.carries, self.own.steps = bool(tiles), lead
         load = self._load(event.newest, Rebase(tiles, blocks if lead else ()))
-        load = replace(load, left_out=self._guests_left_out(event))
         self.parting = parting
         return [*actions, UseLease(self.own.place), load]
-
-    def _guests_left_out(self, event: Committed) -> frozenset[int]:
-        """Columns in which no round took in this peer's guest work, though a later one may have handed them out."""
-        columns = frozenset(range(self._layout.num_columns))
-        if event.counted is None:
-            return columns
-        return columns - {piece.block - 1 for piece in event.child.slices} if event.child is not None else frozenset()
 
     def _parting_after(self, event: Committed) -> Parting | None:
         """The parting, if the newest commit counts our work and another history may undo it; else None."""

@@ -9,10 +9,6 @@ one at a time alone (experts/masters.py).
 
 Where the ranks of a peer share the work (kept_gradients.py), this one steps its rows of each tensor alone, and has
 moments of those.
-
-What a guest trains in a column of others (experts/guests.py) has moments in fp32, as long as its basis stays, no weight
-decay and no ramp. With Muon it is stepped by Muon too: r orthonormal columns are what an owner's step, whose singular
-values are one, has inside the basis, so that both are of one size.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from torch import Tensor, nn
 from spes_p2p.config.schema import OptimizerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.bank import ExpertBank
-from spes_p2p.experts.guests import MATRICES
 from spes_p2p.experts.masters import halves_of
 from spes_p2p.experts.shards import Share, own_rows, read
 from spes_p2p.experts.stores import PARTS
@@ -61,8 +56,6 @@ class Group:
     """Optimizer steps that the moments have seen: the count of the bias correction."""
     moments: dict[str, Stored] = field(default_factory=dict)
     """By tensor name, as they are kept, of this rank's rows; empty until the first step."""
-    is_guest: bool = False
-    """Whether it is what a guest trains in a column of others."""
 
 
 class Optimizer:
@@ -73,10 +66,6 @@ class Optimizer:
         self._kind, self._plain, self._share = kind_of(config), Float32(config), share or Share()
         self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
-        undecayed = config.model_copy(update={"weight_decay": 0.0})
-        self._guest_kind: Kind = Muon(undecayed) if config.name == "muon" else Float32(undecayed)
-        self.guests: dict[int, Group] = {}
-        """By column of others: what a guest trains there, in those that have a basis."""
         self._masters: dict[int, tuple[nn.Parameter, int]] = {}
         """Where a row's gradient is, by the row's id: in that of its master."""
         self._banks: tuple[ExpertBank, ...] = ()
@@ -89,8 +78,7 @@ class Optimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of moments, with their scales."""
-        groups = (*self.groups, *self.guests.values())
-        moments = (tensor for group in groups for kept in group.moments.values() for tensor in kept.values())
+        moments = (tensor for group in self.groups for kept in group.moments.values() for tensor in kept.values())
         return sum(tensor.nbytes for tensor in moments)
 
     def rebuild(self, model: Transformer, keep_moments: bool, ramp_fresh: bool) -> None:
@@ -110,37 +98,12 @@ class Optimizer:
         for column, tensors in _tensors(model, rows):
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
-        guests = self.guests if keep_moments else {}
-        self.guests = {}
-        for column, group in guests.items():
-            if column not in self._groups:
-                self.guests[column] = replace(group, tensors=self._guest_tensors(model, column))
-
-    def begin_guest(self, model: Transformer, column: int, steps: int, moments: dict[str, Stored]) -> None:
-        """Trains what a guest changes in a column; without `steps` the moments are fresh, else of any kind."""
-        kept = {name: self._guest_kind.stored(one, 1) for name, one in moments.items()} if steps else {}
-        self.guests[column] = Group(column, self._guest_tensors(model, column), False, steps, kept, is_guest=True)
-
-    def end_guest(self, column: int) -> None:
-        """Trains it no more."""
-        self.guests.pop(column, None)
-
-    def _guest_tensors(self, model: Transformer, column: int) -> dict[str, nn.Parameter]:
-        tensors = {}
-        for layer, bank in enumerate(model.banks):
-            assert bank.guests is not None
-            slot = bank.slot(column)
-            for which in MATRICES:
-                whole = bank.guests.coordinates(which)
-                row = tensors[f"layers.{layer}.{which}"] = nn.Parameter(whole.detach()[slot])
-                self._masters[id(row)] = whole, slot
-        return tensors
 
     def kept(self, group: Group, name: str, moments: Stored) -> Stored:
         """Moments of any kind, of a whole tensor, as they are kept here."""
         parameter = group.tensors[name]
-        stored = self._kind_of(group, parameter).stored(moments, _matrices_in(group, name, parameter))
-        if not self._is_dealt(group):
+        stored = self._kind_of(parameter).stored(moments, _matrices_in(group, name, parameter))
+        if self._share.of == 1:
             return stored
         rows = self._share.rows(len(parameter))
         return {key: values[cut(key, parameter.shape, rows)].clone() for key, values in stored.items()}
@@ -178,17 +141,16 @@ class Optimizer:
 
         def step(group: Group, names: list[str]) -> None:
             own = lr * ramp(group.steps) if group.ramped else lr
-            kind = self._guest_kind if group.is_guest else self._kind
-            kind.update(self._pieces(group, names, gradient_of or _own_gradient), group.steps, own)
+            self._kind.update(self._pieces(group, names, gradient_of or _own_gradient), group.steps, own)
 
         self._from_bank_to_bank(step)
-        for group in (*self.groups, *self.guests.values()):
+        for group in self.groups:
             group.steps += 1
 
     def _from_bank_to_bank(self, act: Callable[[Group, list[str]], None]) -> None:
         """Acts on all tensors of all groups, those of owned experts in a bank at a time, while its masters are fp32."""
-        for group in (*self.groups, *self.guests.values()):
-            if group.column is None or group.is_guest:
+        for group in self.groups:
+            if group.column is None:
                 act(group, list(group.tensors))
         for layer, bank in enumerate(self._banks):
             with bank.masters_in_fp32():
@@ -202,7 +164,7 @@ class Optimizer:
         for name in names:
             parameter = group.tensors[name]
             whole, index = self._masters.get(id(parameter), (parameter, ...))
-            gradient, values = gradient_of(whole), self._own(group, parameter)
+            gradient, values = gradient_of(whole), self._own(parameter)
             if gradient is not None and values.numel():
                 moments, matrices = self._moments(group, name), _matrices_in(group, name, parameter)
                 pieces.append(Piece(values, gradient[index], moments, matrices))
@@ -211,25 +173,20 @@ class Optimizer:
     def _moments(self, group: Group, name: str) -> Stored:
         if name not in group.moments:
             parameter = group.tensors[name]
-            kind, values = self._kind_of(group, parameter), self._own(group, parameter)
+            kind, values = self._kind_of(parameter), self._own(parameter)
             group.moments[name] = kind.fresh(values, _matrices_in(group, name, parameter))
         return group.moments[name]
 
-    def _is_dealt(self, group: Group) -> bool:
-        return self._share.of > 1 and not group.is_guest
-
-    def _own(self, group: Group, parameter: nn.Parameter) -> Tensor:
+    def _own(self, parameter: nn.Parameter) -> Tensor:
         """What of it is stepped here."""
         if (own := own_rows(parameter)) is not None:
             return own
         values = parameter.detach()
-        return values[self._share.rows(len(values))] if self._is_dealt(group) else values
+        return values[self._share.rows(len(values))] if self._share.of > 1 else values
 
-    def _kind_of(self, group: Group, parameter: nn.Parameter) -> Kind:
+    def _kind_of(self, parameter: nn.Parameter) -> Kind:
         """How moments are kept: in 8 bits only where the rows of each rank are whole blocks, and many."""
-        if group.is_guest:
-            return self._guest_kind
-        if not self._is_dealt(group):
+        if self._share.of == 1:
             return self._kind
         width, least = parameter.shape[1:].numel(), len(parameter) // self._share.of
         return self._kind if width % BLOCK_VALUES == 0 and least * width >= SMALLEST_VALUES else self._plain
@@ -243,10 +200,7 @@ def kind_of(config: OptimizerConfig) -> Kind:
 
 
 def _matrices_in(group: Group, name: str, values: Tensor) -> int:
-    """Matrices of experts or attention in a tensor, one below the other; 0 for one that is anything else.
-
-    What a guest trains in one is a matrix, too.
-    """
+    """Matrices of experts or attention in a tensor, one below the other; 0 for one that is anything else."""
     if values.ndim != 2 or (group.column is None and ".attention." not in name):
         return 0
     return 2 if name.endswith(".gate_up") else 1

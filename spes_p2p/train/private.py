@@ -18,11 +18,9 @@ from torch import Tensor
 from spes_p2p.errors import CheckpointError
 from spes_p2p.experts.masters import Halves
 from spes_p2p.experts.shards import write
-from spes_p2p.ids import Hash
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.guests import SavedGuest
 from spes_p2p.train.kept_gradients import KeptGradients
-from spes_p2p.train.moment_store import Form, Stored, form_of, stored_shapes
+from spes_p2p.train.moment_store import Stored, form_of, stored_shapes
 from spes_p2p.train.rank import RankTrainer
 
 FORMAT = 2
@@ -33,14 +31,12 @@ _FIX = "remove this checkpoint: the peer continues from an older one, or with fr
 
 def private_state(trainer: RankTrainer) -> dict[str, Any]:
     """The tree; see `load_private_state`. The next step changes it: save it, or copy it, before."""
-    saved_guests = {} if trainer.guests is None else trainer.guests.saved()
     return {
         "format": FORMAT,
         "step": trainer.step,
         "round_steps": trainer.round_steps,
         "owned": trainer.owned,
         "groups": [_group_state(trainer, group) for group in trainer.optimizer.groups],
-        "guests": [_guest_state(column, one) for column, one in saved_guests.items()],
     }
 
 
@@ -55,10 +51,9 @@ def outline(trainer: RankTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
         groups = [_group_outline(group) for group in state["groups"]]
         plain = {"step": state["step"], "round_steps": state["round_steps"], "owned": list(state["owned"])}
         _check_tensors(trainer, state)
-        guests = [_guest_outline(trainer, guest) for guest in state.get("guests", ())]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the training state is damaged: {error!r}", fix=_FIX) from error
-    return {**plain, "groups": groups, "guests": guests}
+    return {**plain, "groups": groups}
 
 
 def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> None:
@@ -68,10 +63,6 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
         _load_groups(trainer, plain, state)
     if trainer.deals_values and isinstance(trainer.forward, KeptGradients):  # each rank has shown its own rows alone
         trainer.forward.fetch()
-    if trainer.guests is not None:
-        saved_guests = [None] * len(plain["guests"]) if state is None else state.get("guests", ())
-        pairs = zip(plain["guests"], saved_guests, strict=True)
-        trainer.guests.restore({guest["column"]: _received_guest(trainer, guest, own) for guest, own in pairs})
     trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
 
 
@@ -87,39 +78,6 @@ def _load_groups(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[
                 whole = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
                 moments[name] = trainer.optimizer.kept(group, name, whole)
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
-
-
-def _guest_state(column: int, guest: SavedGuest) -> dict[str, Any]:
-    tensors = {
-        name: {"value": value, **(guest.moments.get(name, {}) if guest.steps else {})}
-        for name, value in guest.values.items()
-    }
-    return {"column": column, "mark": guest.mark.hex(), "steps": guest.steps, "tensors": tensors}
-
-
-def _guest_outline(trainer: RankTrainer, guest: Mapping[str, Any]) -> dict[str, Any]:
-    if trainer.guests is not None:
-        for name, entry in guest["tensors"].items():
-            for key in _kept_of_guest(guest["steps"], form_of(entry)):
-                _check_tensor(f"{name}/{key}", entry[key], trainer.guests.shape(name), torch.float32)
-    forms = {name: form_of(entry) for name, entry in guest["tensors"].items()}
-    return {**{key: guest[key] for key in ("column", "mark", "steps")}, "forms": forms}
-
-
-def _kept_of_guest(steps: int, form: Form) -> tuple[str, ...]:
-    return ("value", *stored_shapes(torch.Size(), form)) if steps else ("value",)
-
-
-def _received_guest(trainer: RankTrainer, plain: Mapping[str, Any], guest: Mapping[str, Any] | None) -> SavedGuest:
-    assert trainer.guests is not None
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, form in plain["forms"].items():
-        entry = None if guest is None else guest["tensors"][name]
-        shape = trainer.guests.shape(name)
-        kept = _kept_of_guest(plain["steps"], form)
-        found[name] = {key: _received(trainer, entry, key, shape, torch.float32) for key in kept}
-    values = {name: entry.pop("value") for name, entry in found.items()}
-    return SavedGuest(Hash(bytes.fromhex(plain["mark"])), values, plain["steps"], found)
 
 
 def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:

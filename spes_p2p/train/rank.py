@@ -10,7 +10,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,11 @@ from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.experts.shards import Share
 from spes_p2p.model.compiling import as_it_is
-from spes_p2p.model.params import deal_values, guest_parameters
+from spes_p2p.model.params import deal_values
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
-from spes_p2p.train.guests import GuestWork
 from spes_p2p.train.kept_gradients import KeptGradients, whole_moments
 from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
@@ -73,10 +71,6 @@ class RankTrainer:
             deal_values(self.model, self._share)
         self.optimizer = Optimizer(config.optimizer, self._share)
         self.loss_scale = LossScale(half_dtype(ranks.device))
-        self.guests: GuestWork | None = None
-        """What is trained in columns of others, in a run that has guests."""
-        if config.model.guest_rank:
-            self.guests = GuestWork(self.model, self.trained.table, self.optimizer, ranks)
         self.forward: nn.Module | None = None
         """The model, or what is around it (DDP, KeptGradients), from the first `set_owned` on."""
         self._rehearsed = False
@@ -92,7 +86,6 @@ class RankTrainer:
     def held(self) -> Held:
         """What this rank's tensors take."""
         trained = [values for _, _, values in self.trained_tensors()]
-        trained += [values for group in self.optimizer.guests.values() for values in group.tensors.values()]
         every = (*self.model.parameters(), *self.model.buffers(), *trained)
         storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in every}
         size = sum(values.nbytes for values in trained)
@@ -114,8 +107,6 @@ class RankTrainer:
         """Steps from here on belong to the next round, though the state that it begins with is not known yet."""
         self.step += min(self.round_steps, steps_per_round_at(self.config, self.step))
         self.round_steps = 0
-        if self.guests is not None:
-            self.guests.run_ahead()
 
     def park(self) -> None:
         """Takes all tensors off the device."""
@@ -137,8 +128,6 @@ class RankTrainer:
         changed = owned != self.owned or self.forward is None
         if changed or not keep_moments:
             self.model.set_owned(owned)
-            if self.guests is not None:
-                self.guests.leave(owned)
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
             was_wrapped = self.forward not in (None, self.model)
@@ -152,9 +141,9 @@ class RankTrainer:
             if in_fp32_here:
                 self.model.add_gradients_in_place()
             if self.shares or _has_bf16_gradients(self.config):
-                whole, rounds = guest_parameters(self.model), (self.model.head.weight,)
+                rounds = (self.model.head.weight,)
                 dtype = torch.bfloat16 if _has_bf16_gradients(self.config) else torch.float32
-                self.forward = KeptGradients(self.model, self.ranks, self._share, dtype, whole, rounds)
+                self.forward = KeptGradients(self.model, self.ranks, self._share, dtype, rounds)
             else:
                 self.forward = wrap(self.model, self.ranks, compiled)
 
@@ -296,7 +285,7 @@ class RankTrainer:
         device = self.ranks.device
         total, targets = torch.zeros(2, dtype=sum_dtype(device), device=device)
         # as it is: other shapes would be compiled for it
-        with nullcontext() if self.guests is None else self.guests.left_out(), as_it_is():
+        with as_it_is():
             for batch in batches:
                 with autocast(device):
                     parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))

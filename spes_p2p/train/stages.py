@@ -247,8 +247,6 @@ class Load:
     own_steps: int
     restored: bool = False
     """Values and training state are those of a checkpoint, and here already."""
-    left_out: Collection[int] = ()
-    """Columns of which no round took in what was trained there as a guest: it goes on in any basis."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ need not know how many there are. Knows no network and no rounds beyond counting
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.planning.budget import columns_by_experience
 from spes_p2p.planning.options import Options
-from spes_p2p.state.basis import Basis, Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks
@@ -64,7 +63,6 @@ class Trainer:
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._others = Others(self._ranks)
         self._late_state: tuple[BlockSource, int, bool] | None = None
-        self._late_bases: list[tuple[dict[int, Basis], frozenset[int]]] = []
         build = self._others.told("build", config=config_to_yaml(config), threads=torch.get_num_threads())
         with build, telling_of_memory("making the model"):
             self.rank = rank_trainer(config, layout, self._ranks)
@@ -91,11 +89,9 @@ class Trainer:
             return
         with self._others.told("wake"), telling_of_memory("going on after a pause"):
             self.rank.wake()
-        state, late_bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, []
+        state, self._late_state = self._late_state, None
         if state is not None:
             self.adopt((), *state)
-        for bases, left_out in late_bases:
-            self.use_bases(bases, left_out)
 
     def columns_that_fit(self) -> int | None:
         """Expert columns for which there is memory, by what the steps since the last call have used; None on a CPU."""
@@ -139,35 +135,12 @@ class Trainer:
             with self._others.told("load_block", block=block.index), telling_of_memory(loading):
                 self.rank.load_block(block.index, own)
 
-    def use_bases(self, bases: Mapping[int, Basis], left_out: Collection[int] = ()) -> None:
-        """Trains low-rank changes of foreign columns in these bases, by column, from here on.
-
-        A column whose basis has the mark of the one before goes on; else it begins at zero, with fresh moments, or in
-        the columns `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one.
-        To be called after `adopt`.
-        """
-        if self.rank.parked is not None:
-            carried = frozenset(left_out)
-            if self._late_bases and self._late_bases[-1][1] == carried:  # the last of them does what all do
-                self._late_bases.pop()
-            self._late_bases.append((dict(bases), carried))
-            return
-        marks = {column: basis.mark for column, basis in bases.items()}
-        if self.rank.guests is not None:
-            use = self._others.told("use_bases", marks=list(marks.items()), left_out=sorted(left_out))
-            with use, telling_of_memory("changing other experts"):
-                self.rank.guests.use(marks, bases, left_out)
-
     def use_decay(self, decay: Decay | None) -> None:
         """Takes the learning rate from here on as a manifest has it; None: as the config plans it."""
         if decay != self.rank.decay:
             begin_step, steps = (0, 0) if decay is None else (decay.begin_step, decay.steps)
             with self._others.told("use_decay", begin_step=begin_step, steps=steps):
                 self.rank.decay = decay
-
-    def coordinates(self) -> Mapping[int, Coordinates]:
-        """What was trained in columns of others, by column: copies; nothing while parked."""
-        return {} if self.rank.guests is None or self.rank.parked is not None else self.rank.guests.coordinates()
 
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
@@ -25,8 +24,6 @@ class TrainedValues:
     _inputs: Inputs
     _residuals: Residuals
     _trained: Callable[[int], Values]
-    _coordinates: Callable[[], Mapping[int, Coordinates]] = dict
-    """What is trained in columns of others, as it is now."""
 
     def __post_init__(self) -> None:
         self._base: Version | None = None
@@ -57,7 +54,7 @@ class TrainedValues:
 
     def snapshot(self, turn: Turn) -> None:
         """Keeps what was trained in a turn, to be handed in."""
-        self._inputs.take(turn.tip_hash, turn.blocks, self._trained, self._coordinates())
+        self._inputs.take(turn.tip_hash, turn.blocks, self._trained)
 
     def rebased(self, newest: Manifest, rebase: Rebase | GoOver, is_read_late: bool = False) -> BlockSource:
         """What to train on after `newest`; to be asked for before `begin` of the turn on top of it.

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from spes_p2p.config.load import config_from_text
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
-from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.locks import Scratch
 from spes_p2p.model.params import place
@@ -163,11 +162,6 @@ def _help_to_read(trainer: RankTrainer, block: int) -> None:
         place(trainer.trained.module, where)
 
 
-def _use_bases(trainer: RankTrainer, marks: list[tuple[int, bytes]], left_out: list[int]) -> None:
-    assert trainer.guests is not None
-    trainer.guests.use({column: Hash(mark) for column, mark in marks}, None, left_out)
-
-
 def _use_decay(trainer: RankTrainer, begin_step: int, steps: int) -> None:
     trainer.decay = Decay(begin_step, steps) if steps else None
 
@@ -175,7 +169,6 @@ def _use_decay(trainer: RankTrainer, begin_step: int, steps: int) -> None:
 _COMMANDS: dict[str, Callable[..., object]] = {
     "adopt": lambda trainer, owned, **rest: trainer.adopt(tuple(owned), **rest),
     "load_block": RankTrainer.load_block,
-    "use_bases": _use_bases,
     "use_decay": _use_decay,
     "park": RankTrainer.park,
     "wake": RankTrainer.wake,

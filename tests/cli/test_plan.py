@@ -36,14 +36,6 @@ def test_a_person_can_read_it_at_80_columns() -> None:
     assert "The state takes 29.3 GB on disk" in text
 
 
-def test_guests_are_a_part_of_their_own_and_fit_into_80_columns() -> None:
-    text = plan("--config", "spes-7b", "model.guest_rank=32", "--gpu-memory", "80GiB", "--uplink", "100Mbit")
-    assert "guests" in text
-    assert "24.8 GB" in text  # 24.7 without
-    assert max(map(len, text.splitlines())) <= 80
-    assert "guests" not in plan("--config", "spes-7b")
-
-
 def test_without_gpu_and_link_it_says_what_to_give() -> None:
     text = plan("--config", "tiny")
     for flag in ("--gpu-memory", "--uplink", "--tokens-per-second"):

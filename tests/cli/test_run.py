@@ -192,7 +192,7 @@ def test_init_leaves_out_turns_of_a_vocabulary_that_fills_no_tile(
         assert load_config(tmp_path / f"{name}.yaml").sync.vocabulary_rounds == turns
     few = ("model.vocab_size=258", "sync.vocabulary_rounds=5")
     refused(
-        spes_p2p("run", "init", "--name", "none", *flags, *few), "no tile of 1,044,480 values", "vocabulary_rounds=1"
+        spes_p2p("run", "init", "--name", "none", *flags, *few), "no tile of 1,048,576 values", "vocabulary_rounds=1"
     )
 
 
@@ -212,12 +212,12 @@ def test_init_makes_a_run_for_strangers(tmp_path: Path, monkeypatch: pytest.Monk
     assert answer.exit_code == 0, answer
     assert "vouch for four at least" in answer.output
     config = load_config(tmp_path / "open.yaml")
-    chosen = (config.sync.aggregate, config.swarm.faults, config.swarm.electors, config.model.guest_rank)
-    assert chosen == ("clip", "byzantine", "vouched", 0)
+    chosen = (config.sync.aggregate, config.swarm.faults, config.swarm.electors)
+    assert chosen == ("clip", "byzantine", "vouched")
     assert (config.sync.codec, config.sync.expert_codec) == ("int8", "int8"), "as coarse as audits can be"
     assert config.sync.vocabulary_rounds == 1, "nobody has tried how well audits do where vocabulary takes turns"
     assert can_be_audited(config, state_layout(config))
-    answer = spes_p2p("run", "init", "--name", "coarse", *flags, "--guest-rank", "16")
+    answer = spes_p2p("run", "init", "--name", "coarse", *flags, "sync.codec=int4")
     assert "nobody audits reducers or trained work in this run" in answer.output
 
 

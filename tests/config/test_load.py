@@ -155,26 +155,6 @@ def test_a_decay_that_begins_in_the_warm_up_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message", "fix"),
-    [
-        ((), "model.guest_rank is 128, but the experts' matrices are only", "set it to 16, for example"),
-        (("model.guest_rank=16", "swarm.experts_per_peer=8"), "trains all 8 experts: nobody is a guest", "=0"),
-        (("model.guest_rank=16", "sync.enabled=false"), "peers exchange nothing", "=0"),
-        (
-            ("model.guest_rank=16", "model.expert_ffn=96"),
-            "sync.tile_values is 65536, which splits rows",
-            "such as 65280",
-        ),
-    ],
-)
-def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...], message: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny("model.guest_rank=128", *overrides)
-    assert message in str(error.value)
-    assert fix in error.value.fix
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [", "is not valid YAML: line 1: "),

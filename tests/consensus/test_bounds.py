@@ -544,7 +544,6 @@ def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
         replace(honest, plan=sha256(b"another plan")),
         replace(honest, parent=sha256(b"another parent")),
         replace(honest, piece=replace(honest.piece, block=1)),
-        replace(honest, guests=(PeerId("p0"),)),
     ):
         core.handle(on.MessageReceived(Envelope(LIAR, reports=(seal(report),))), 0.0)
     assert not core.state.round.reports

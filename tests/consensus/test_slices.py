@@ -86,17 +86,6 @@ def test_who_cannot_be_dialled_reduces_only_what_nobody_else_can() -> None:
     assert everybody == plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16)
 
 
-def test_who_cannot_be_dialled_does_not_reduce_a_column_that_has_guests() -> None:
-    """Those that cannot be dialled either could not bring it what they trained there."""
-    ownership = ((NAMES[0],), (NAMES[1],), (NAMES[2],))
-    hidden = {NAMES[0], NAMES[2]}
-    slices = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4, 4], 16, reach=Reach(hidden, NAMES[1:2], (), True))
-    assert {piece.reducer for piece in slices} == {NAMES[1]}
-    assert [piece.contributors for piece in slices if piece.block] == [(name,) for name in NAMES[:3]]
-    nobody = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4, 4], 16, reach=Reach(set(NAMES[:3]), (), (), True))
-    assert nobody == plan_slices(NAMES[:3], ownership, {}, [30, 4, 4, 4], 16)
-
-
 def test_an_unknown_uplink_counts_as_the_median_of_the_others() -> None:
     uplinks = {NAMES[0]: 1_000_000, NAMES[1]: 2_000_000, NAMES[2]: 8_000_000}
     found = reduced_by(plan_slices(NAMES[:4], (), uplinks, [1300], 1))

@@ -240,7 +240,7 @@ def test_a_run_of_another_model_is_refused_by_its_fields(tmp_path: Path) -> None
     other = config.model_copy(update={"model": config.model.model_copy(update={"norm_topk": True, "top_k": 3})})
     with pytest.raises(ConfigError, match=r"model.top_k is 3 in the config and 2 in .*; model.norm_topk is True"):
         start.check_fits(other)
-    own = {"vocab_size": 11, "init_std": 1.0, "expert_backend": "eager", "guest_rank": 4, "document_end": 3}
+    own = {"vocab_size": 11, "init_std": 1.0, "expert_backend": "eager", "document_end": 3}
     start.check_fits(config.model_copy(update={"model": config.model.model_copy(update=own)}))  # the run decides these
 
 

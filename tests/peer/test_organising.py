@@ -270,14 +270,6 @@ def test_a_folder_in_which_another_run_has_begun_is_refused(tmp_path: Path) -> N
     assert start_run(MINE, tmp_path / "mine.yaml", tmp_path / "b").path.exists()
 
 
-def test_a_new_run_with_guests_has_tiles_of_whole_rows(tmp_path: Path) -> None:
-    made = start_run(NewRun("mine", "small", "", 4, 2, guest_rank=16), tmp_path / "mine.yaml", tmp_path / "node")
-    config = load_config(made.path)
-    assert config.model.guest_rank == 16
-    assert config.sync.tile_values == 2**20 // (384 * 7) * (384 * 7)
-    assert "guest_rank: 16" in made.path.read_text()
-
-
 def test_a_new_run_says_what_it_cannot_check_and_how_the_learning_rate_goes(tmp_path: Path) -> None:
     made = start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node")
     text = "\n".join(made.words)

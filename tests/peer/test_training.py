@@ -38,7 +38,6 @@ from spes_p2p.peer.run import _begin
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, StepLimits, TrainingLoop, ValuesAhead
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.surroundings import Applied
@@ -76,7 +75,6 @@ class Story:
         self.store = self.run.store(folder / "state")
         self.inputs = Inputs(folder / "inputs", self.run.layout)
         self.residuals = Residuals(folder / "residuals", self.run.layout)
-        self.bases = Bases(folder / "guests", self.run.layout)
         self._chain = SimpleNamespace(
             parent_of=lambda manifest: self.commits[manifest.round - 1].manifest,
             child_of=lambda manifest: self.commits[manifest.round + 1].manifest,
@@ -131,7 +129,6 @@ class Story:
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda by=None: True,
             disk=SimpleNamespace(
                 store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain,
-                bases=self.bases,
             ),
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, last_round=None, are_others_behind=lambda round: False,

@@ -63,7 +63,6 @@ def test_merges_keep_experts_twice_in_each_round_that_has_one() -> None:
         (("sync.codec=int4",), 2, 2, 4),  # in columns: one owner, two columns
         (("sync.codec=int4", "sync.expert_codec=fp32"), 2, 0, 0),
         (("sync.expert_codec=ternary", "swarm.target_replicas=2"), 0, 4, 2 + 8),
-        (("sync.codec=int4", "model.guest_rank=16", "sync.tile_values=1032192"), 2, 2, 2 + 8),
         (("sync.codec=int4", "sync.enabled=false"), 0, 0, 0),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from spes_p2p.consensus.slices import plan_slices
@@ -39,21 +37,7 @@ def sizes(experts: int) -> Sizes:
     """Shared parameters and each column of TILES values."""
     return Sizes(
         embedding=0, attention=TILES, router=0, norms=0, expert=1, column=TILES, num_experts=experts, top_k=1,
-        coordinates=0, bases=0,
     )  # fmt: skip
-
-
-def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
-    """Four peers with two of eight columns each: three guests in every column, in a fourth of the rounds."""
-    some = replace(sizes(8), coordinates=12)
-    traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), expert_rounds=4)
-    assert (traffic.up.guests, traffic.down.guests) == (6 * 3, 2 * 3 * 3)
-    plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2, most_replicas=1), expert_rounds=4)
-    assert traffic.up.bytes_in("int4") - plain.up.bytes_in("int4") == 2 * 18
-    assert traffic.down.bytes_in("int4", None, "fp32") - plain.down.bytes_in("int4") == 4 * 18
-    two_owners = Spread.of(8, peers=4, owned=4, owned_by_others=4, most_replicas=2)
-    shared = round_traffic(some, two_owners)
-    assert (shared.up.guests, shared.down.guests) == (4 * 12, 4 * (4 - 2) / 2 * 12)
 
 
 @pytest.mark.parametrize(

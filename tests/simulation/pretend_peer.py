@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
-from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.driver import build_driver
@@ -158,7 +157,7 @@ class PretendPeer:
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         rules = stages.TrainingRules.of(swarm.run.config, self.name, swarm.run.rules.leased)
         self.machine = TrainerMachine(rules, swarm.layout)
-        self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now, self._coordinates)
+        self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now)
         role = Role(self.intent, tuple(await sources()), follow=swarm.follow.get(self.name, ""))
         self.driver = build_driver(swarm.run, self.node, disk, role, self)
         await self.driver.start()
@@ -302,10 +301,6 @@ class PretendPeer:
         if self.work.learner is not None or handed is None or handed.manifest != self._present.turn.manifest:
             return self._present.trained(block)
         return handed.values[block] + self._present.ahead(block)
-
-    def _coordinates(self) -> Mapping[int, Coordinates]:
-        """What was trained in columns of others: nothing, where training is pretended."""
-        return {}
 
     # ---- the end ----
 

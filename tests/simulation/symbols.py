@@ -151,20 +151,6 @@ class SymbolSlice:
             raise PeerClosed(entry.peer)
         self._found[entry.peer] = found
 
-    @property
-    def has_guests(self) -> bool:
-        return False
-
-    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        """There are none."""
-
-    def screen_guests(self) -> dict[PeerId, str]:
-        return {}
-
-    @property
-    def guests(self) -> tuple[PeerId, ...]:
-        return ()
-
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         for peer, trained in self._found.items():
             if self._piece.block in trained.poison:

@@ -64,7 +64,7 @@ def test_the_learning_rate_falls_until_the_training_ends(tmp_path: Path) -> None
         ("sync.merge_alpha=0.1", ("diloco", "spes", "merge"), "is set by the arms diloco, spes: "),
         ("sync.steps_per_round=5", ("spes",), "sync.steps_per_round is set by the arm spes: "),
         ("swarm.min_peers=3", ("spes",), "swarm.min_peers is set by the arm spes"),
-        ("model.guest_rank=8", ("spes", "guests-16"), "model.guest_rank is set by the arm guests-16"),
+        ("optimizer.name=adamw", ("spes", "muon"), "optimizer.name is set by the arm muon"),
         ("run.seed=3", ("spes",), "run.seed is set by --seeds"),
         ("data.path=here", ("spes",), "data.path is set by --data"),
     ],
@@ -81,7 +81,7 @@ def test_an_override_that_an_arm_would_ignore_is_refused(override: str, arms: tu
         ("optimizer.batch_sequences=4", "centralized"),
         ("optimizer.micro_batch_sequences=2", "centralized"),
         ("swarm.target_replicas=1", "spes"),
-        ("model.guest_rank=8", "two-periods"),
+        ("sync.expert_rounds=5", "spes-often"),
     ],
 )
 def test_an_override_that_an_arm_follows_is_not(override: str, arm: str, tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_rounds_are_not_cut_short() -> None:
 def test_all_arms_have_the_same_data(batch: int, others: int, own: int) -> None:
     asked = setting(f"optimizer.batch_sequences={batch}", "optimizer.micro_batch_sequences=1")
     asked.check([arm for arm in ARMS if not arm.startswith("eight-peers")])
-    said = f"is {batch}, .* other arms has {others} sequences, but of eight-peers {own}, eight-peers-guests {own}$"
+    said = f"is {batch}, .* other arms has {others} sequences, but of eight-peers {own}, eight-peers-muon-int4 {own}$"
     with pytest.raises(ConfigError, match=said) as found:
-        asked.check(["spes", "eight-peers", "eight-peers-guests"])
+        asked.check(["spes", "eight-peers", "eight-peers-muon-int4"])
     assert found.value.fix.startswith("make it even")
     setting().check(list(ARMS))
 
@@ -199,7 +199,7 @@ def compare(*words: object) -> None:
 @pytest.mark.parametrize(
     "some",
     [
-        ("centralized", "diloco", "spes", "two-periods", "guests-4", "muon"),
+        ("centralized", "diloco", "spes", "two-periods", "int4", "muon"),
         pytest.param((), marks=pytest.mark.thorough),
     ],
     ids=["some", "all"],
@@ -279,13 +279,13 @@ def test_numbers_that_make_no_comparison_are_refused(
     assert f"argument {option}: '{number}' is not a whole number, 1 or more" in capsys.readouterr().err
 
 
-def test_arms_that_a_model_is_too_narrow_for_are_left_out_with_a_word(
+def test_arms_that_do_not_go_with_an_override_are_left_out_with_a_word(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fits = runpy.run_path(str(ROOT / "scripts" / "compare.py"))["fits"]
-    narrow = Setting(Path("tiny"), 4, 2, 4, given=("model.d_model=32", "model.num_heads=2"))
-    assert [fits(narrow, arm, data) for arm in ("spes", "guests-16", "guests-32")] == [True, True, False]
-    assert "guests-32 is left out: model.guest_rank is 32, but" in capsys.readouterr().out
+    turns = Setting(Path("tiny"), 4, 2, 4, given=("sync.vocabulary_rounds=2",))
+    assert [fits(turns, arm, data) for arm in ("spes", "diloco", "nesterov")] == [True, True, False]
+    assert "nesterov is left out: sync.outer is nesterov, whose steps" in capsys.readouterr().out
 
 
 def test_the_page_is_written_here_unless_told_otherwise() -> None:

@@ -41,13 +41,3 @@ def test_a_run_goes_on_from_where_another_arm_led(
     losses = [[float(loss) for loss in re.findall(r"\d\.\d{4}", line)] for line in lines]
     assert [len(some) for some in losses] == [2, 2]
     assert all(after < before for before, after in losses)
-
-
-def test_guests_have_their_share_of_what_owners_change(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = said(
-        "study_guests", monkeypatch, capsys, "--variants", "last", "lower", "--arm", "guests-4", "--steps", "100"
-    )
-    assert len(lines) == 2
-    assert all("random directions: 12.5%" in line for line in lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, cast
@@ -22,7 +22,6 @@ from spes_p2p.data.loader import Batch, LeasedLoader, LocalLoader, held_out_batc
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.memory import Held
@@ -117,14 +116,10 @@ class TrainingPeer(PretendPeer):
             self._measure(load.turn.manifest)
         super()._begin(load)
         self.learner.trainer.use_decay(load.turn.manifest.decay)
-        self.learner.trainer.use_bases(self.disk.bases.now, load.left_out)
 
     def _snapshot(self, turn: Turn) -> None:
         """Without keeping what was handed in for ever."""
         self.values.snapshot(turn)
-
-    def _coordinates(self) -> Mapping[int, Coordinates]:
-        return self.learner.trainer.coordinates()
 
     def _measure(self, manifest: Manifest) -> None:
         """The held-out loss of the committed model, where it is time for it."""

@@ -131,7 +131,6 @@ SETTINGS = {
     "nesterov": ("sync.outer=nesterov",),
     "int8": ("sync.codec=int8",),
     "ternary": ("sync.codec=ternary",),
-    "guests": ("model.guest_rank=2",),
 }
 
 

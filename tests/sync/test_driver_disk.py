@@ -354,22 +354,6 @@ def test_a_crash_between_certificate_and_state(folder: Path, names: str, step: s
     in_swarm(folder, play)
 
 
-@pytest.mark.parametrize(("step", "after"), [("chain", False), ("chain", True), ("publish", True)])
-def test_a_crash_in_a_commit_costs_no_basis_of_a_guest(folder: Path, step: str, after: bool) -> None:
-    """Without one it trains nothing in that column, and takes no guest in, until the next hand-out."""
-
-    async def play(swarm: MemorySwarm) -> None:
-        await swarm.start(["a", "b", "c"])
-        await swarm.until_round(2)
-        newest = max(life.round for life in swarm.up)
-        await crash_in(swarm, "b", step, after)
-        await until(lambda: peer(swarm, "b").round == newest + 1)
-        assert [*peer(swarm, "b").disk.bases.now] == [*range(swarm.layout.num_columns)]
-        check_agreement(swarm)
-
-    in_swarm(folder, play, small_config("model.guest_rank=2"))
-
-
 def test_a_state_without_its_certificate_is_none(folder: Path) -> None:
     """As if the state had been published first and the crash had come before the certificate."""
 

@@ -65,7 +65,7 @@ def two_rounds(trainer: Trainer, config: Config) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("options", [(), EIGHT_BIT, BF16_SUMS, ("optimizer.name=muon",), ("model.guest_rank=2",)])
+@pytest.mark.parametrize("options", [(), EIGHT_BIT, BF16_SUMS, ("optimizer.name=muon",)])
 def test_it_trains_bit_for_bit_as_with_whole_masters(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where copies in bf16 are rounded alike: of what is halfway between two, torch takes the even one."""
 

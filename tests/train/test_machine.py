@@ -118,7 +118,6 @@ def test_a_round_that_counts_the_work_ends_without_anything_to_carry() -> None:
     assert isinstance(close, CloseTurn)
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset())
-    assert not load.left_out
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 0))
     assert (machine.own.uncounted, machine.carries, machine.stage) == (Uncounted(), False, Stage.TRAINING)
 
@@ -130,7 +129,6 @@ def test_what_a_round_left_out_is_carried_and_counted_once() -> None:
     *_, lease, load = commit(machine, None)
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset(tile.id for tile in RUN.layout.tiles))
-    assert load.left_out == frozenset(range(RUN.layout.num_columns))
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 2 * BATCH))
     assert (machine.carries, machine.own.steps) == (True, 0)
     train(machine, 1)
@@ -139,18 +137,6 @@ def test_what_a_round_left_out_is_carried_and_counted_once() -> None:
     assert entry == Contribution(A, 3 * TOKENS, 3, 3 * BATCH)
     commit(machine, entry)
     assert (machine.own.uncounted, machine.carries) == (Uncounted(), False)
-
-
-def test_guest_work_in_a_column_that_only_a_later_round_handed_out_is_left_out() -> None:
-    """Two rounds are heard of at once: the first counts the work, but column 1 had no turn in it."""
-    machine = started()
-    train(machine, 2)
-    machine.handle(RoundEnded())
-    first = after(turn_of(machine).manifest, contribution(machine))
-    first = replace(first, slices=tuple(piece for piece in first.slices if piece.block != 2))
-    *_, load = commit(machine, contribution(machine), child=first, newest=after(first, None))
-    assert isinstance(load, Load)
-    assert load.left_out == {1}
 
 
 def test_what_is_decided_while_a_peer_trains_is_carried_from_a_snapshot_of_that_moment() -> None:
