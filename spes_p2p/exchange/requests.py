@@ -72,23 +72,6 @@ class WiresRequest:
 
 
 @dataclass(frozen=True)
-class MomentsRequest(Bounded):
-    """Optimizer moments of consecutive tiles of a column, as they are after training on top of manifest `head`."""
-
-    head: Hash
-    first_tile: int
-    count: Annotated[int, between(1, MAX_TILES_AT_ONCE)]
-
-
-@dataclass(frozen=True)
-class MomentsTaken:
-    """The asker needs no more of the moments of a column, and nothing for an answer."""
-
-    head: Hash
-    column: int
-
-
-@dataclass(frozen=True)
 class CatalogueRequest:
     """What the hash of a dataset stands for."""
 
@@ -126,14 +109,12 @@ Request = (
     | TilesRequest
     | HashesRequest
     | WiresRequest
-    | MomentsRequest
-    | MomentsTaken
     | DataRequest
     | WitnessRequest
 )
 RUN, CHAIN, VALUES, TILES, HASHES = "run", "chain", "values", "tiles", "hashes"
 _NAMES = (
-    RUN, CHAIN, VALUES, TILES, HASHES, "wires", "moments", "moments taken", "catalogue", "sources", "pieces",
+    RUN, CHAIN, VALUES, TILES, HASHES, "wires", "catalogue", "sources", "pieces",
     "witness",
 )  # fmt: skip
 _TYPES = dict(zip(_NAMES, get_args(Request), strict=True))

@@ -7,26 +7,20 @@ no round; who is asked comes from the state machine.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
-from spes_p2p.exchange.moments import MomentsHead
 from spes_p2p.exchange.patience import Patience, fetch_within, first_good
 from spes_p2p.exchange.rates import Place, Rates, Turns
 from spes_p2p.exchange.requests import (
     ChainPart,
     ChainRequest,
     HashesRequest,
-    MomentsRequest,
-    MomentsTaken,
     Request,
     TilesRequest,
     ValuesRequest,
@@ -35,8 +29,7 @@ from spes_p2p.exchange.requests import (
 )
 from spes_p2p.ids import HASH_BYTES, Hash, PeerId, sha256, short
 from spes_p2p.state.hashes import hash_tile, split_hashes
-from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
-from spes_p2p.state.moments import Moments
+from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Transport
@@ -130,47 +123,6 @@ class Transfers:
         if len(data) != size:
             raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
         return opening, data
-
-    async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
-        """The optimizer moments of a column that `peer` offers; None where it says that there are none.
-
-        Raises NetworkError, WrongSize, or RemoteProtocolError for what it does not offer (yet). Numbers are unchecked.
-        """
-        block, tiles = self._layout.blocks[1 + column], self._layout.tiles_of(1 + column)
-        mean, square = np.empty(block.size, np.float32), np.empty(block.size, np.float32)
-        seen: set[int] = set()
-        at_once = self._at_once(max((2 * tile.size * VALUE_BYTES for tile in tiles), default=1))
-        for at in range(0, len(tiles), at_once):
-            some = tiles[at : at + at_once]
-            part = slice(some[0].start, some[-1].stop)
-            steps, values = await self._some_moments(peer, head, some[0].id, len(some), part.stop - part.start)
-            seen.add(steps)
-            if not steps:
-                return None
-            mean[part], square[part] = values
-        if len(seen) != 1:
-            raise WrongSize(f"{short(peer)} sent moments of a column that differ in their steps")
-        return Moments(seen.pop(), mean, square)
-
-    async def moments_taken(self, peer: PeerId, head: Hash, column: int) -> None:
-        """Tells `peer` that we need no more of a column's moments: it may be waiting for that. It need not answer."""
-        with contextlib.suppress(NetworkError, RemoteProtocolError):
-            await self._ask(peer, MomentsTaken(head, column), 0)
-
-    async def _some_moments(
-        self, peer: PeerId, head: Hash, first_tile: int, count: int, size: int
-    ) -> tuple[int, Values]:
-        """(steps, means and squares [2, size]) of some tiles."""
-        request = MomentsRequest(head, first_tile, count)
-        async with self._turns.turn():
-            header, data = await self._fetch(peer, request, 2 * size * VALUE_BYTES)
-        try:
-            steps = unpack(MomentsHead, header).steps
-        except RemoteProtocolError as error:
-            raise WrongSize(f"{short(peer)} sent moments without saying how old they are") from error
-        if len(data) != (2 * size * VALUE_BYTES if steps else 0):
-            raise WrongSize(f"{short(peer)} sent {len(data)} bytes for two moments of {size} values")
-        return steps, np.frombuffer(data, np.dtype("<f4")).reshape(2, -1)
 
     async def tiles(
         self,

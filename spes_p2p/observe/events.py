@@ -112,13 +112,11 @@ class Peer:
 
 @dataclass(frozen=True)
 class Columns:
-    """This peer newly owns expert columns, and trains them from the round after this one on."""
+    """This peer newly owns expert columns, and trains them, with fresh moments, from the round after this one on."""
 
     event: ClassVar[str] = "columns"
     round: int
     adopted: tuple[int, ...]
-    fresh: tuple[int, ...]
-    """The adopted columns that start with fresh optimizer moments, since no former owner handed over its own."""
 
 
 @dataclass(frozen=True)

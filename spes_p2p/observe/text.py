@@ -53,11 +53,7 @@ def _line(event: on.Event) -> str:
             proof = f"; the proof is {event.proof}" if event.proof else ""
             return f"{peer_text(event)} (round {event.round}){proof}"
         case on.Columns():
-            own = f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
-            if not event.fresh:
-                return f"{own}, with the optimizer moments of their former owners"
-            which = "" if event.fresh == event.adopted else f" for {span_text(event.fresh)}"
-            return f"{own}, with fresh optimizer moments{which}"
+            return f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
         case on.Pause():
             return f"paused: {event.why}" if event.paused else "training resumes"
         case on.Eval():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -17,12 +16,9 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC, Member, trainers
 from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.data.feed import Feed
-from spes_p2p.errors import NetworkError, RemoteProtocolError, Stopped
-from spes_p2p.exchange.moments import MomentStore
+from spes_p2p.errors import Stopped
 from spes_p2p.exchange.pieces import DataTraffic
-from spes_p2p.exchange.transfers import Transfers, WrongSize
-from spes_p2p.files import storing
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import PeerId
 from spes_p2p.peer.data_supply import DataSupply
 from spes_p2p.peer.entrance import FoundRun, Say, banned, find, open_peer_network
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
@@ -31,7 +27,6 @@ from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
 from spes_p2p.peer.stopping import until_stopped
 from spes_p2p.peer.wishes import Wishes, vouches_in
-from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import MonotonicClock
 from spes_p2p.swarm.records import PeerRecord
@@ -49,8 +44,6 @@ from spes_p2p.sync.trainer_bridge import TrainerBridge
 T = TypeVar("T")
 LEAVE_SECONDS = 8.0
 LINGER_SECONDS = 10.0
-MOMENTS_PAUSE_SECONDS = 0.1
-MOMENTS_STALL_SECONDS = 2.0
 
 
 class Connection:
@@ -176,18 +169,6 @@ class Connection:
         others = [status for status in self.others() if not status.intent.leaving]
         return bool(others) and all(status.round < round for status in others)
 
-    def fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
-        """Unchecked optimizer moments of `column` from `holder`, as of commit `head`; NO_MOMENTS if it has none.
-
-        Returns None, after a pause, if `holder` may still offer them. Gives up at `until` (monotonic seconds), or
-        once this peer is asked to stop.
-        """
-        try:
-            within = until - time.monotonic()
-            return self._await(asyncio.wait_for(self._moments_of(holder, head, column), within))
-        except (Stopped, TimeoutError, NetworkError, WrongSize):
-            return NO_MOMENTS
-
     def make_receipt(self, seconds: float) -> bytes:
         """Of what is counted of this peer. Raises NetworkError where nobody signs it, TimeoutError after `seconds`."""
         making = make_receipt(self._network, self.info, self.disk.chain, self.peer_id, max(0.0, seconds))
@@ -197,22 +178,6 @@ class Connection:
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return self._thread.run(unless_stopped(self.gate, work))
-
-    async def _moments_of(self, holder: PeerId, head: Hash, column: int) -> Moments | None:
-        core = self.driver.core
-        contact, members = core.state.others.contacts.get(holder), {member.peer for member in core.tip.members}
-        if holder not in members and (contact is None or not contact.status.intent.leaving):  # it was lost
-            return NO_MOMENTS
-        transfers = Transfers(self._network.transport, self.layout, lambda: MOMENTS_STALL_SECONDS)
-        try:
-            moments = await transfers.moments(holder, head, column)
-        except WrongSize:
-            raise
-        except RemoteProtocolError:  # its training thread may not have come to it yet
-            await asyncio.sleep(MOMENTS_PAUSE_SECONDS)
-            return None
-        await transfers.moments_taken(holder, head, column)
-        return moments or NO_MOMENTS
 
     async def _enter(self, columns_that_fit: int) -> Commit:
         options, run, folder, ends = self._options, self._run, self._options.folder / RUN, self._ends
@@ -231,8 +196,6 @@ class Connection:
         joining = Joining(run, self._node, folder, announcer.sources, options.folder / CHECKPOINTS)
         disk = self._disk = await joining.enter(intent, self.data.answers())
         ends.callback(disk.store.close)
-        with storing(folder, 0):
-            disk.moments = MomentStore(folder / "moments", run.layout)
         role = Role(intent, tuple(await announcer.sources()), follow=options.follow)
         driver = self._driver = self.data.driver = build_driver(run, self._node, disk, role, self.gate)
         recorder = FlightRecorder(

@@ -78,7 +78,6 @@ class Departure:
             return
         self._hand_in(until)
         self._connection.wishes.leave()
-        self._offer_moments()
         while machine.stage is Stage.LEAVING and time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
             if news:
@@ -101,10 +100,6 @@ class Departure:
             self._loop.hand_in()
         self._machine.handle(Leave())
 
-    def _offer_moments(self) -> None:
-        if self._machine.turn is not None:
-            self._loop.moments.offer_all(self._machine.turn.manifest)
-
     def _follow(self, events: tuple[Applied, ...], until: float) -> None:
         """Rounds were committed since this peer said that it leaves."""
         newest = events[-1].commit.manifest
@@ -116,10 +111,8 @@ class Departure:
         if self._machine.stage is Stage.TRAINING:  # the round left something out, or had begun without our wish
             self._loop.do(actions, events)
             self._hand_in(until)
-            self._offer_moments()
             return
         self._loop.dump_round(events[0])
-        self._loop.moments.renew_offers(events)
         self._loop.do([action for action in actions if not isinstance(action, Depart)], events)
         for action in actions:
             if isinstance(action, Depart):
@@ -135,7 +128,6 @@ class Departure:
         values = loop.values.masters(newest) if action.rebase is None else loop.values.rebased(newest, action.rebase)
         loop.trainer.adopt(action.owned, values, newest.step)
         loop.save(newest, self._connection.disk.store.version(newest.round), self._machine.own.uncounted, final=True)
-        loop.moments.wait_until_taken(newest, until)
         while time.monotonic() < until and self._connection.are_others_behind(newest.round):
             self._gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)  # the others get it from who has it
 

@@ -15,10 +15,9 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH
-from spes_p2p.observe.events import Event, Note, Warning
+from spes_p2p.observe.events import Columns, Event, Note, Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
-from spes_p2p.peer.handover import HandOver
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.resume import TrainingSetup
 from spes_p2p.state.layout import BlockSource
@@ -149,7 +148,8 @@ class TrainingLoop:
         self.values = TrainedValues(
             connection.layout, disk.store, disk.inputs, disk.residuals, learning.trainer.contribution
         )
-        self.moments = HandOver(connection, config, learning.trainer, emit)
+        self._step_seconds = 0.0
+        """How long an inner step takes of late."""
         self._loader = learning.loader
         self._options = options
         self._pause = options.pause
@@ -243,7 +243,7 @@ class TrainingLoop:
         def is_late() -> bool:
             return time.monotonic() > until
 
-        if self.machine.needs_a_step and time.monotonic() + self.moments.step_seconds < until:
+        if self.machine.needs_a_step and time.monotonic() + self._step_seconds < until:
             self._run_steps(1, is_late, lambda share: is_late())
 
     def _run_steps(self, wanted: int, should_stop: Callable[[], bool], should_drop: ShouldDrop) -> RoundWork:
@@ -274,7 +274,7 @@ class TrainingLoop:
         now, machine = time.monotonic(), self.machine
         machine.handle(stages.StepMade(result.tokens, self.config.optimizer.batch_sequences, result.skipped))
         speed = result.tokens / max(result.seconds, 1e-9)
-        self.moments.step_seconds = result.seconds
+        self._step_seconds = result.seconds
         self._load.add(result)
         progress = self.connection.presence.progress
         progress.step, progress.tokens_per_second = result.step, speed
@@ -288,7 +288,7 @@ class TrainingLoop:
 
     def _report(self, seconds: float) -> None:
         turn = self.machine.turn
-        work = self.machine.report(ready=False, seconds=seconds, step_seconds=self.moments.step_seconds)
+        work = self.machine.report(ready=False, seconds=seconds, step_seconds=self._step_seconds)
         self.gate.report(work, turn.tip_hash if turn is not None else NO_HASH)
 
     # ---------------------------------------------------------------- commits
@@ -304,7 +304,6 @@ class TrainingLoop:
         for action in actions:
             if isinstance(action, stages.CloseTurn):
                 self.dump_round(events[0])
-                self.moments.offer(action.turn.manifest, action.newest)
             else:
                 self._do(action)
 
@@ -356,7 +355,8 @@ class TrainingLoop:
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)
                 self._evaluator.evaluate(manifest)
             self.trainer.adopt(turn.owned, carried or masters, manifest.step, round_steps=load.own_steps)
-            self.moments.take(manifest, new)
+            if new and manifest.round:
+                self.emit(Columns(manifest.round, tuple(sorted(new))))
             if not self._pause.active or new or self.machine.own.uncounted.tokens:  # else the last one has it all
                 self.save(manifest, self.values.base, self.machine.own.uncounted)
         self.gate.use(manifest.round)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.exchange import requests
-from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
@@ -29,7 +28,6 @@ class Serving:
     store: StateStore | None
     inputs: Callable[[Hash, int, int], Blob | None]
     """(parent, first tile, count) to own contributed values, or None."""
-    moments: MomentStore | None = None
     data: Callable[[requests.DataRequest], Blob] | None = None
     """Answers what is asked of the run's data; None where there is none here."""
     witness: Callable[[requests.WitnessRequest], Blob] | None = None
@@ -50,15 +48,6 @@ class Serving:
                 return self._hashes(request.root, request.round)
             case requests.WiresRequest():
                 return self._wires(request.round)
-            case requests.MomentsRequest():
-                found = self.moments.serve(request.head, request.first_tile, request.count) if self.moments else None
-                if found is None:
-                    raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
-                return Blob(found[1], pack(found[0]))
-            case requests.MomentsTaken():
-                if self.moments is not None and self.chain.names(caller):
-                    self.moments.note_taken(request.head, request.column, caller)
-                return Blob(b"")
             case requests.CatalogueRequest() | requests.SourcesRequest() | requests.PiecesRequest():
                 if self.data is None:
                     raise RemoteProtocolError("this peer has no data of the run")

@@ -107,7 +107,7 @@ class Answers:
             door,
         )  # fmt: skip
         self.serving = Serving(
-            info, disk.chain, disk.store, outgoing.shown, disk.moments, disk.data,
+            info, disk.chain, disk.store, outgoing.shown, disk.data,
             partial(witness, disk.chain, node.sealer, info.fingerprint),
         )  # fmt: skip
 

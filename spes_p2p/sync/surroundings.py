@@ -15,7 +15,6 @@ from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.messages import Commit, Intent
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.data.leases import Ranges
-from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
@@ -125,8 +124,6 @@ class Disk:
     inputs: Inputs
     residuals: Residuals
     proofs: ProofFolder
-    moments: MomentStore | None = None
-    """Optimizer moments offered to new owners of our columns; None on a node that does not train."""
     data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
     judge: ColumnJudge | None = None

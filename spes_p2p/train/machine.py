@@ -2,7 +2,7 @@
 
 A pure state machine: events in, actions out, no tensor, thread or clock. The loop of a real peer (`peer/training.py`)
 and that of a peer in memory (`tests/simulation/`) both run it, and only carry out what it says. It leaves out
-why training pauses, when a model is evaluated, and how optimizer moments travel.
+why training pauses, and when a model is evaluated.
 
 A round of it: TRAINING until the steps are made or the round closes, HANDED_IN until the commit comes, or AHEAD where
 training goes on meanwhile (`sync.overlap`); then TRAINING again, on the new state and whatever was not counted.

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import EllipsisType
-
 import torch
 
 from spes_p2p.config.schema import Config
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
-from spes_p2p.model.params import ExpertPlace, load_block, read_block
+from spes_p2p.model.params import load_block, read_block
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.layout import Values
-
-ColumnPiece = tuple[str, slice | EllipsisType, slice]
-"""(name in the optimizer, rows of that tensor, place in the column's block) of a part of a column."""
 
 
 class TrainedTransformer:
@@ -39,14 +33,3 @@ class TrainedTransformer:
         """The tensors of an owned column by their names in the optimizer."""
         banks = enumerate(self.module.banks)
         return {f"layers.{at}.{part}": torch.Size(shape) for at, bank in banks for part, shape in bank.shapes.items()}
-
-    def column_pieces(self, column: int) -> Iterator[ColumnPiece]:
-        """Where the parts of a column are in the optimizer, in the order of its block of the state."""
-        start = 0
-        for place in self.table[1 + column]:
-            assert isinstance(place, ExpertPlace)
-            bank = self.module.banks[place.layer]
-            part, rows = bank.rows_of(place.which)
-            stop = start + bank.shape_of(place.which).numel()
-            yield f"layers.{place.layer}.{part}", rows, slice(start, stop)
-            start = stop

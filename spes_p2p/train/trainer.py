@@ -21,10 +21,8 @@ from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.planning.budget import columns_by_experience
 from spes_p2p.planning.options import Options
 from spes_p2p.state.layout import BlockSource, Layout, Values
-from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.memory import free_and_total_bytes, spare_at_peak_bytes, telling_of_memory
-from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.others import Others
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, outline, private_state
@@ -185,19 +183,6 @@ class Trainer:
         self.wake()
         with self._others.told("contribution", block=block) if self.rank.deals_values else nullcontext():
             return self.rank.contribution(block)
-
-    def moments(self, column: int) -> Moments:
-        """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
-        self.wake()
-        with self._others.told("moments", column=column):
-            return read_moments(self.rank, column)
-
-    def take_moments(self, column: int, moments: Moments) -> None:
-        """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
-        self.wake()
-        take = self._others.told("take_moments", column=column, steps=moments.steps)
-        with take, telling_of_memory(f"taking over the moments of column {column}"):
-            take_moments(self.rank, column, moments.steps, moments)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token over `batches`, in nats; NaN where there is no target.

@@ -31,7 +31,6 @@ from spes_p2p.model.params import place
 from spes_p2p.parent import end_with
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
-from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.others import unpacked
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, private_state
@@ -177,9 +176,7 @@ _COMMANDS: dict[str, Callable[..., object]] = {
     "contribution": _help_to_read,
     "evaluate": lambda trainer, **batch: trainer.evaluate([unpacked(**batch)]),
     "load_private_state": load_private_state,
-    "moments": read_moments,
     "private_state": private_state,
-    "take_moments": take_moments,
     "take_fastest": lambda trainer, sizes, **batch: take_fastest_micro_batch(trainer, unpacked(**batch), tuple(sizes)),
     "value_hashes": value_hashes,
 }

@@ -40,7 +40,7 @@ def write_run(folder: Path, late_seconds: float = 0.0) -> Path:
         tell(start + 25.0, committed)
         tell(start + 26.0, Eval(round, STEPS * round, loss_at(round) + 0.1, 4096))
     tell(400.0, Peer("lost", "QmBen", ROUNDS))
-    tell(401.0, Columns(ROUNDS, (1, 2), (2,)))
+    tell(401.0, Columns(ROUNDS, (1, 2)))
     tell(402.0, Warning("look at that"))
     sink.close()
     return folder

@@ -49,7 +49,7 @@ def test_events_become_metrics() -> None:
     with closing(MetricsServer(metrics.registry, 0)) as server:
         for event in (
             STEP, STEP, ROUND, LOAD, Eval(2, 40, 1.25, 4096), Peer("lost", "ben", 2),
-            Columns(2, (1, 2), (2,)), Pause(True, "key"), Warning("x"), Error("y"),
+            Columns(2, (1, 2)), Pause(True, "key"), Warning("x"), Error("y"),
         ):  # fmt: skip
             bus.emit(event)
         found = scraped(server.port)

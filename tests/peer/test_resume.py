@@ -391,11 +391,16 @@ def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_p
     assert np.array_equal(carried.block(0), expected)
 
 
+def steps_of_moments(life: Life) -> int:
+    """Of an owned column."""
+    return next(group.steps for group in life.trainer.rank.optimizer.groups if group.column == OWNED[0])
+
+
 def test_a_running_peer_goes_back_to_what_its_checkpoint_is_ahead(tmp_path: Path) -> None:
     """What it trained since does not count."""
     turns = "sync.vocabulary_rounds=3", "sync.tile_values=128"
     life = saved_life(tmp_path, *turns)
-    trained, moments = life.trainer.contribution(0), life.trainer.moments(OWNED[0])
+    trained, steps = life.trainer.contribution(0), steps_of_moments(life)
     life.train(2)
     tip, learning = Tip(life, tmp_path, ()), TrainingSetup(life.config, life.trainer, life.loader, life.dataset)
     lead = SavedLead(life.checkpoints, tmp_path, life.run.info, A, life.run.layout, cast(Disk, tip), learning)
@@ -403,7 +408,7 @@ def test_a_running_peer_goes_back_to_what_its_checkpoint_is_ahead(tmp_path: Path
     assert carried is not None
     new, old = tip.store.version(2).block(0), life.store.version(0).block(0)
     assert np.array_equal(carried.block(0), new + (trained - old))
-    assert life.trainer.moments(OWNED[0]).steps == moments.steps
+    assert steps_of_moments(life) == steps
     assert not life.events
 
 
@@ -411,12 +416,12 @@ def test_a_running_peer_without_a_lead_on_its_disk_stays_as_it_is(tmp_path: Path
     turns = "sync.vocabulary_rounds=3", "sync.tile_values=128"
     life = saved_life(tmp_path, *turns, uncounted_tokens=7)
     life.train(2)
-    steps, tip = life.trainer.moments(OWNED[0]).steps, Tip(life, tmp_path, ())
+    steps, tip = steps_of_moments(life), Tip(life, tmp_path, ())
     learning = TrainingSetup(life.config, life.trainer, life.loader, life.dataset)
     for folder in (life.checkpoints, tmp_path / "none"):
         lead = SavedLead(folder, tmp_path, life.run.info, A, life.run.layout, cast(Disk, tip), learning)
         assert lead(tip.manifest) is None
-    assert life.trainer.moments(OWNED[0]).steps == steps
+    assert steps_of_moments(life) == steps
     assert not life.events
 
 

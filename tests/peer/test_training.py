@@ -24,7 +24,6 @@ from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, held_out_batches, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.observe.events import Eval, Event, ExpertLoad, Note, Step, Warning
@@ -79,7 +78,6 @@ class Story:
             parent_of=lambda manifest: self.commits[manifest.round - 1].manifest,
             child_of=lambda manifest: self.commits[manifest.round + 1].manifest,
         )
-        self.moments = MomentStore(folder / "moments", self.run.layout)
         self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
         self.gate = TrainerBridge()
         self.pause = PauseSwitch()
@@ -128,7 +126,7 @@ class Story:
         return SimpleNamespace(
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda by=None: True,
             disk=SimpleNamespace(
-                store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain,
+                store=self.store, inputs=self.inputs, residuals=self.residuals, chain=self._chain,
             ),
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, last_round=None, are_others_behind=lambda round: False,
@@ -380,7 +378,7 @@ def test_who_comes_back_begins_with_what_it_is_ahead_once_it_is_a_member(story: 
 
 
 def test_a_commit_that_names_a_peer_while_it_starts_is_waited_for(story: Story) -> None:
-    """It would begin without columns on a state that does not name it, and give its moments and its lead away."""
+    """It would begin without columns on a state that does not name it, and give its lead away."""
     asked = list[int]()
 
     def values_ahead(manifest: Manifest) -> Start:

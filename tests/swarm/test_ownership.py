@@ -54,7 +54,6 @@ def test_columns_outlive_their_owners(tmp_path: Path, tokens: Path) -> None:
     last_with = max(made.round for made in chain if ids["p2"] in {member.peer for member in made.members})
     lost = columns_of(chain[last_with].ownership, ids["p2"])
     assert set(killed.adopted) & set(lost)
-    assert set(killed.fresh) & set(lost) == set(killed.adopted) & set(lost)  # nobody was left to hand them over
     assert killed.round == last_with + 1
     assert orphans(chain[killed.round].ownership) == ()
     for column in lost:  # trained again by whoever adopted it, in the first round that counts its work
@@ -62,5 +61,4 @@ def test_columns_outlive_their_owners(tmp_path: Path, tokens: Path) -> None:
         counted = next(m for m in chain[killed.round + 1 :] if owner in {entry.peer for entry in m.roster})
         assert counted.column_rounds[column] == counted.round
     assert left.adopted == columns_of(chain[left.round - 1].ownership, ids["p1"])
-    assert set(left.fresh) < set(left.adopted)  # all of them were handed over, unless the machine is very busy
     assert columns_of(chain[left.round].ownership, ids["p0"]) == tuple(range(8))

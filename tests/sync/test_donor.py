@@ -18,8 +18,6 @@ from spes_p2p.exchange.requests import (
     ChainPart,
     ChainRequest,
     HashesRequest,
-    MomentsRequest,
-    MomentsTaken,
     PackedRequest,
     Request,
     RunRequest,
@@ -155,8 +153,6 @@ REQUESTS: st.SearchStrategy[Request] = st.one_of(
     st.builds(TilesRequest, st.lists(names(), min_size=1, max_size=64).map(tuple)),
     st.builds(HashesRequest, names(), numbers()),
     st.builds(WiresRequest, numbers(), numbers()),
-    st.builds(MomentsRequest, names(), numbers(), st.integers(1, 64)),
-    st.builds(MomentsTaken, names(), numbers()),
 )
 
 
@@ -169,7 +165,7 @@ def test_any_request_is_answered_or_refused(tmp_path_factory: pytest.TempPathFac
         served.data(again)
     except RemoteProtocolError:
         return
-    assert isinstance(again, RunRequest | ChainRequest | MomentsTaken)
+    assert isinstance(again, RunRequest | ChainRequest)
 
 
 def test_what_is_no_request_is_refused() -> None:

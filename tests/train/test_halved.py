@@ -121,17 +121,6 @@ def test_it_resumes_bit_for_bit_from_a_checkpoint_of_either_kind(options: tuple[
     assert again.train_step(batch_of(1)).loss == loss
 
 
-def test_moments_go_to_a_new_owner_as_ever() -> None:
-    config = small_config()
-    giver, heir = halved_trainer(config), halved_trainer(config, (2,))
-    giver.train_step(batch_of(0))
-    heir.adopt((1, 2), initial(config), 1)
-    heir.take_moments(1, giver.moments(1))
-    assert np.array_equal(heir.moments(1).mean, giver.moments(1).mean)
-    assert np.array_equal(heir.moments(1).square, giver.moments(1).square)
-    assert are_away(heir)
-
-
 def steps_of_a_rank(rank: int, options: tuple[str, ...], folder: Path) -> tuple[list[float], list[str], int]:
     """Losses, hashes of all ranks' values, and how many bytes of masters are there in fp32."""
     torch.set_num_threads(1)

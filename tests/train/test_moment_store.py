@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.errors import ConfigError
-from spes_p2p.state.moments import Moments, check_moments, within_bounds
 from spes_p2p.train import moment_store
 from spes_p2p.train.kept_gradients import KeptGradients
 from spes_p2p.train.moment_store import MOMENTS, SMALLEST_VALUES, EightBit, is_packed, stored_shapes, unpacked
@@ -69,20 +67,6 @@ def test_a_peer_may_choose_anew_when_it_resumes(before: str, after: str) -> None
     assert train(second, 3, first=3) == pytest.approx(train(first, 3, first=3), rel=1e-2)
 
 
-@pytest.mark.parametrize(("giver_kind", "heir_kind"), [(EIGHT_BIT, "run.seed=0"), ("run.seed=0", EIGHT_BIT)])
-def test_moments_are_handed_over_between_kinds(giver_kind: str, heir_kind: str) -> None:
-    giver, heir = wide_trainer(giver_kind), wide_trainer(heir_kind)
-    train(giver, 8)
-    given, settings = giver.moments(1), giver.rank.config.optimizer
-    check_moments(given, settings.betas, settings.grad_clip)
-    heir.take_moments(1, given)
-    taken = heir.moments(1)
-    assert taken.steps == 8
-    assert np.abs(taken.mean - given.mean).max() <= 2e-2 * np.abs(given.mean).max()
-    assert np.abs(taken.square - given.square).max() <= 2e-2 * given.square.max()
-    train(heir, 1)
-
-
 def test_moments_survive_packing_where_nothing_was_ever_seen() -> None:
     kind = EightBit(small_config().optimizer)
     zeros = {which: torch.zeros(70, 100) for which in MOMENTS}
@@ -128,17 +112,9 @@ def test_gradients_in_bf16_take_half_the_memory_and_are_clipped_alike() -> None:
     assert results[0].grad_norm > 0.2
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=2e-3)
     assert half.rank.held.gradients == plain.rank.held.gradients // 2
-    means = [trainer.moments(1).mean for trainer in (plain, half)]
-    assert np.linalg.norm(means[1] - means[0]) <= 2e-2 * np.linalg.norm(means[0])
-
-
-def test_rounded_moments_are_brought_within_what_others_check() -> None:
-    settings = small_config().optimizer
-    rng = np.random.default_rng(0)
-    mean = rng.normal(size=5000).astype(np.float32)
-    square = (rng.random(5000) * (rng.random(5000) < 0.5)).astype(np.float32)
-    repaired = within_bounds(Moments(3, mean, square), settings.betas, settings.grad_clip)
-    check_moments(repaired, settings.betas, settings.grad_clip)
+    exact, rounded = (trainer.rank.optimizer.groups[1].moments for trainer in (plain, half))
+    for name, kept in exact.items():
+        assert (rounded[name][MOMENTS[0]] - kept[MOMENTS[0]]).norm() <= 2e-2 * kept[MOMENTS[0]].norm()
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.planning.memory import OPTIMIZER, Workload, predict
-from spes_p2p.state.moments import NO_MOMENTS
 from spes_p2p.train import muon
 from spes_p2p.train.moment_store import Piece
 from spes_p2p.train.muon import orthogonalised
@@ -143,9 +142,3 @@ def test_a_peer_may_choose_anew_when_it_resumes(names: tuple[str, str]) -> None:
     losses = train(first, 10)
     second.load_private_state(first.private_state())
     assert train(second, 10, first=10)[-1] < 1.1 * losses[-1]
-
-
-def test_a_column_that_changes_hands_begins_afresh() -> None:
-    giver = trainer_of(small_config(MUON))
-    train(giver, 2)
-    assert giver.moments(1) == NO_MOMENTS
