@@ -153,7 +153,7 @@ LIES: dict[str, tuple[Callable[[FraudProof], FraudProof], str]] = {
         ),
         "on top of another manifest",
     ),
-    "run": (lambda proof: replace(proof, info=replace(proof.info, run_id="x")), "of another run"),
+    "run": (lambda proof: replace(proof, info=replace(proof.info, run_id="x")), "that of run tiny"),
     "no slice": (lambda proof: with_report(proof, index=2**40), "a slice that the plan does not have"),
     "another slice": (
         lambda proof: with_report(proof, index=(proof.charge.report.value.index + 1) % len(proof.charge.plan.slices)),
