@@ -112,7 +112,7 @@ class Peers:
                 last = self.config.model.vocab_size - 1
                 chosen.train_step(replace(batch, tokens=last - batch.tokens) if flips_labels else batch)
         torch.set_num_threads(1)
-        return Blocks({block: chosen.contribution(block) for block in (0, *(1 + c for c in chosen.rank.owned))})
+        return Blocks({block: chosen.contribution(block) for block in (0, *(1 + c for c in chosen.learner.owned))})
 
 
 def lies_of(peers: Peers, done: Done, peer: int) -> Mapping[str, Values]:

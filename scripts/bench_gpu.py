@@ -210,7 +210,6 @@ GPU_TESTS = (
     "tests/experts/test_backends.py",
     "tests/experts/test_bank.py",
     "tests/experts/test_dispatch.py",
-    "tests/experts/test_gradients.py",
     "tests/experts/test_quantise.py",
     "tests/experts/test_swiglu.py",
     "tests/model/test_softmax_loss.py",
@@ -222,14 +221,12 @@ GPU_TESTS = (
 def memory_rows() -> Iterator[Row]:
     """One option at a time, then together: each prints what was measured beside what `plan` says."""
     checkpointing, sequences = "model.activation_checkpointing", "optimizer.micro_batch_sequences"
-    bf16, eight_bit = "optimizer.gradient_dtype=bf16", "optimizer.name=adamw8bit"
-    int8, nf4 = "model.foreign_dtype=int8", "model.foreign_dtype=nf4"
-    away = "model.foreign_offload=true"
+    muon, int8, nf4 = "optimizer.name=muon", "model.foreign_dtype=int8", "model.foreign_dtype=nf4"
     none, selective, full = (f"{checkpointing}={mode}" for mode in ("none", "selective", "full"))
     settings = (
-        (none,), (selective,), (full,), (none, f"{sequences}=4"), (full, f"{sequences}=16"), (none, bf16),
-        (none, eight_bit), (full, eight_bit, bf16), (none, int8), (full, "model.foreign_dtype=fp8"), (none, nf4),
-        (full, away), (selective, int8, away, bf16), (none, "--experts-per-peer", "0"),
+        (none,), (selective,), (full,), (none, f"{sequences}=4"), (full, f"{sequences}=16"), (none, muon),
+        (full, muon), (none, int8), (full, int8), (none, nf4), (selective, nf4), (full, nf4, muon),
+        (full, nf4, muon, "--experts-per-peer", "1"), (none, "--experts-per-peer", "0"),
         (full, "--experts-per-peer", "16"),
     )  # fmt: skip
     for setting in settings:

@@ -44,7 +44,7 @@ GPU_SHAPES = {
 CPU_SHAPES = {"small": (512, 128, 256, 8, 2)}
 """(tokens, d_model, expert ffn, experts, experts a token)."""
 BACKENDS = ("grouped_mm", "triton", "quack", "megablocks", "eager")
-FOREIGN_KINDS: tuple[ForeignDtype, ...] = ("int8", "fp8", "nf4")
+FOREIGN_KINDS: tuple[ForeignDtype, ...] = ("int8", "nf4")
 ROWS = ("dense", "ours", "quantised", "replica", "transformers", "megablocks")
 ROUTINGS = ("even", "skewed", "empty")
 """Tokens evenly over experts, most of them with few, or half of the experts without any."""

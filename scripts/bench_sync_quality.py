@@ -45,9 +45,7 @@ REFERENCE = "fp32"
 ROWS = (
     "fp32", "bf16", "int8", "int4", "ternary",
     "fp32, 10 and 50", "fp32, 20 and 80", "fp32, 50 and 50",
-    "int8, 5 and 50", "int4, 5 and 50", "fp32 with model.foreign_dtype=int8", "fp32 with model.foreign_dtype=fp8",
-    "fp32 with model.foreign_dtype=nf4", "fp32 with optimizer.name=adamw8bit",
-    "fp32 with optimizer.name=adamw8bit optimizer.gradient_dtype=bf16",
+    "int8, 5 and 50", "int4, 5 and 50", "fp32 with model.foreign_dtype=int8", "fp32 with model.foreign_dtype=nf4",
 )  # fmt: skip
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """Two-sided 95% points of Student's t for so many seeds."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spes_p2p.planning.report import Answer, Question
 
 WIDTH = 80
-EIGHT_BIT = "optimizer.name=adamw8bit"
 
 
 def plan(
@@ -114,17 +113,13 @@ def _of_gpu(config: Config, name: str | None, owned: int) -> tuple[int | None, f
 def _show(found: Answer, is_guess: bool) -> None:
     from rich.console import Console
 
-    from spes_p2p.planning.options import EIGHT_BIT_INSTALL
-
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     console.print(_heading(found))
     console.print(_memory_table(found))
     if found.search is not None:
         console.print(_fit_table(found))
         if any(_mark(rung.adds) for rung in found.search.rungs):
-            console.print("* must be the same on all peers: the organiser chooses it")
-        if any(rung.adds == EIGHT_BIT for rung in found.search.rungs):
-            console.print(f"{EIGHT_BIT} must be installed in the clone of each peer: {EIGHT_BIT_INSTALL}", markup=False)
+            console.print("* should be the same on all peers: the organiser chooses it")
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
     console.print(_stored(found))
@@ -165,8 +160,6 @@ def _memory_table(found: Answer) -> Table:
     for name, text in what.items():
         table.add_row(name, gib_text(parts[name]), text)
     table.add_row("[bold]highest need[/]", f"[bold]{gib_text(memory.total)}[/]", f"in {memory.moment}")
-    if memory.host:
-        table.add_row("pinned host memory", gib_text(memory.host), "offloaded experts")
     share = f"{found.state_bytes / found.full_bytes:.0%} of the {gib_text(found.full_bytes)} for training all in fp32"
     table.add_row("without activations", gib_text(found.state_bytes), share)
     return table

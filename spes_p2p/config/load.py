@@ -56,6 +56,9 @@ class Removed(NamedTuple):
 
 
 REMOVED: dict[str, Removed] = {
+    "model.foreign_offload": Removed(False),
+    "optimizer.gradient_dtype": Removed("fp32"),
+    "optimizer.sharding": Removed("none"),
     "sync.residual_decay": Removed(1.0),
     "sync.dense_rounds": Removed(0),
     "sync.fragments": Removed(1),

@@ -139,13 +139,10 @@ class ModelConfig(Section):
     expert_backend: Literal["auto", "grouped_mm", "triton", "quack", "megablocks", "eager"] = local(
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
     )
-    foreign_dtype: Literal["compute", "int8", "fp8", "nf4"] = local(
-        "How experts that this peer does not train are held: in the compute dtype, in one byte per value (int8, fp8), "
-        "or in half a byte (nf4).",
+    foreign_dtype: Literal["compute", "int8", "nf4"] = local(
+        "How experts that this peer does not train are held: in the compute dtype, in one byte per value (int8), or in "
+        "half a byte (nf4).",
         "compute",
-    )
-    foreign_offload: bool = local(
-        "Hold experts that this peer does not train in host memory, and fetch them one layer ahead.", False
     )
     activation_checkpointing: Literal["none", "selective", "full"] = local(
         "What is recomputed in the backward pass to save memory: nothing, the cheap parts (norms, rotations, "
@@ -274,23 +271,11 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """One inner step."""
 
-    name: Literal["adamw", "adamw8bit", "muon"] = local(
-        "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes per trained value instead of 8; needs "
-        "the extra optim8bit); or Muon for the matrices of experts and attention (4 bytes), and AdamW "
-        "for the rest, at the same learning rate: for all peers alike, though nothing breaks "
-        "where they differ.",
+    name: Literal["adamw", "muon"] = local(
+        "The inner optimizer: AdamW (8 bytes of moments per trained value); or Muon for the matrices of experts and "
+        "attention (4 bytes), and AdamW for the rest, at the same learning rate: for all peers alike, though nothing "
+        "breaks where they differ.",
         "adamw",
-    )
-    gradient_dtype: Literal["fp32", "bf16"] = local(
-        "How gradients are kept until the step: 4 or 2 bytes; sums in bf16 are rounded up or down at random, so that "
-        "the mean is exact.",
-        "fp32",
-    )
-    sharding: Literal["none", "zero2", "zero3"] = local(
-        "What several GPUs of one peer do: none, each keeps and steps everything trained; zero2, each keeps gradients "
-        "and moments of its part, steps that, and fetches the rest; zero3, as FSDP: each keeps its part of the shared "
-        "weights and of owned masters, too, and fetches weights when it computes with them (neither with muon).",
-        "none",
     )
     lr: float = agreed("Highest learning rate.", gt=0)
     betas: tuple[float, float] = agreed("AdamW's decay rates of both moments.", (0.9, 0.95))
@@ -325,12 +310,6 @@ class OptimizerConfig(Section):
                 f"optimizer.batch_sequences is {self.batch_sequences}, not divisible by "
                 f"optimizer.micro_batch_sequences ({self.micro_batch_sequences})",
                 fix=f"set micro_batch_sequences to a divisor of {self.batch_sequences}",
-            )
-        if self.sharding != "none" and self.name == "muon":
-            raise ConfigError(
-                f"optimizer.sharding is {self.sharding}, but optimizer.name is muon, which needs whole matrices on "
-                "each GPU",
-                fix="set optimizer.sharding=none, or optimizer.name=adamw",
             )
         for beta in self.betas:
             if not 0 <= beta < 1:

@@ -27,7 +27,6 @@ from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.dispatch import key_dtype
 from spes_p2p.experts.masters import halve, halves_of, take_out
 from spes_p2p.experts.mlp import Routed, experts_of
-from spes_p2p.experts.shards import Share
 from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
 
 Matrix = Literal["gate", "up", "down"]
@@ -57,16 +56,14 @@ class ExpertBank(nn.Module):
         super().__init__()
         self.num_experts, self.backend, self.dtype = num_experts, backend, dtype
         self.owned: tuple[int, ...] = ()
-        self.share: Share | None = None
-        """Set before anything is owned where masters that are halved are dealt to ranks (masters.py)."""
         self._ffn = ffn
         self._slots: tuple[int, ...] = tuple(range(num_experts))
         self.shapes: dict[Part, tuple[int, int]] = {"gate_up": (2 * ffn, d_model), "down": (d_model, ffn)}
         """[out, in] of each part of one expert."""
         shapes = {part: (num_experts, *shape) for part, shape in self.shapes.items()}
         self.store: Store
-        if foreign is not None and foreign.assembles_matrices:
-            self.store = QuantizedStore(shapes, device, dtype, foreign)
+        if foreign is not None and foreign.dtype != "compute":
+            self.store = QuantizedStore(shapes, device, dtype, foreign.dtype, foreign.workspace)
         else:
             self.store = Dense(shapes, device, dtype)
         for part in PARTS:
@@ -128,7 +125,7 @@ class ExpertBank(nn.Module):
         for part, master in masters.items():
             setattr(self, part, master)
             if master is not None and isinstance(self.store, Dense) and self.dtype == torch.bfloat16:
-                halve(master, self.store.matrices(part)[: len(owned)], self.share)
+                halve(master, self.store.matrices(part)[: len(owned)])
 
     def _new_master(self, part: Part, owned: tuple[int, ...]) -> nn.Parameter | None:
         """With the values of the master or store of now."""

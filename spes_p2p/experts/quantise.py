@@ -1,4 +1,4 @@
-"""Matrices in eight or four bits a value: int8, fp8 (e4m3) or nf4, with one fp32 scale for each block of a row.
+"""Matrices in eight or four bits a value: int8 or nf4, with one fp32 scale for each block of a row.
 
 For experts that are only read (stores.py). Rounded to nearest; the largest value of a block is kept exactly. The values
 of nf4 are 16 quantiles of a normal distribution, two to a byte (Dettmers et al., arXiv 2305.14314, appendix E). Back in
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from spes_p2p.experts.kernels import half_dtype, has_kernels
 
-Kind = Literal["int8", "fp8", "nf4"]
-BLOCKS: dict[Kind, int] = {"int8": 128, "fp8": 128, "nf4": 64}
-_DTYPES: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "nf4": torch.uint8}
-_LARGEST: dict[Kind, float] = {"int8": 127.0, "fp8": 448.0, "nf4": 1.0}
+Kind = Literal["int8", "nf4"]
+BLOCKS: dict[Kind, int] = {"int8": 128, "nf4": 64}
+_DTYPES: dict[Kind, torch.dtype] = {"int8": torch.int8, "nf4": torch.uint8}
+_LARGEST: dict[Kind, float] = {"int8": 127.0, "nf4": 1.0}
 
 
 class Quantised(NamedTuple):
@@ -35,12 +35,12 @@ def block_of(kind: Kind, width: int) -> int:
     return BLOCKS[kind] if width % BLOCKS[kind] == 0 else width
 
 
-def empty(kind: Kind, shape: tuple[int, ...], device: torch.device | None, pin: bool = False) -> Quantised:
-    """Without values yet: all NaN. `pin`: in host memory that a GPU copies from without waiting."""
+def empty(kind: Kind, shape: tuple[int, ...], device: torch.device | None) -> Quantised:
+    """Without values yet: all NaN."""
     *rows, width = shape
     stored = -(-width // 2) if kind == "nf4" else width
-    codes = torch.zeros(*rows, stored, dtype=_DTYPES[kind], device=device, pin_memory=pin)
-    scales = torch.full((*rows, width // block_of(kind, width)), torch.nan, device=device, pin_memory=pin)
+    codes = torch.zeros(*rows, stored, dtype=_DTYPES[kind], device=device)
+    scales = torch.full((*rows, width // block_of(kind, width)), torch.nan, device=device)
     return Quantised(codes, scales)
 
 
@@ -54,7 +54,7 @@ def quantise(kind: Kind, values: Tensor) -> Quantised:
     )
     if kind == "nf4":
         return Quantised(_pairs(scaled), scales)
-    return Quantised((scaled.round() if kind == "int8" else scaled).to(_DTYPES[kind]), scales)
+    return Quantised(scaled.round().to(torch.int8), scales)
 
 
 def _pairs(scaled: Tensor) -> Tensor:

@@ -21,19 +21,12 @@ _CODES = 2048
 
 
 @triton.jit
-def _bytes(
-    codes, scales, out, groups, FP8: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr
-):
+def _bytes(codes, scales, out, groups, WIDTH: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, LANES)
     at, inside = group[:, None] * WIDTH + lane[None, :], (group[:, None] < groups) & (lane[None, :] < WIDTH)
     code = tl.load(codes + at, mask=inside, other=0)
-    if FP8:
-        # as fp16 the bits are 2^8 too small, below the normal values, too; GPUs before 8.9 know no fp8
-        half = ((code.to(tl.uint16) & 0x80) << 8) | ((code.to(tl.uint16) & 0x7F) << 7)
-        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
-    else:
-        value = code.to(tl.float32)
+    value = code.to(tl.float32)
     scale = tl.load(scales + group, mask=group < groups, other=0.0)
     tl.store(out + at, (value * scale[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -68,7 +61,5 @@ def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     with on_device_of(out):
         if codes.dtype == torch.uint8:
             _nibbles[grid](codes, scales, _levels(out.device), out, groups, **sizes)
-        elif codes.dtype == torch.float8_e4m3fn:
-            _bytes[grid](codes.view(torch.uint8), scales, out, groups, FP8=True, **sizes)
         else:
-            _bytes[grid](codes, scales, out, groups, FP8=False, **sizes)
+            _bytes[grid](codes, scales, out, groups, **sizes)

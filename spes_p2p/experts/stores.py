@@ -1,8 +1,8 @@
 """How the experts of one layer are held for the forward pass: whole in the compute dtype, or foreign ones cheaper.
 
-`Dense` is the bank itself. `QuantizedStore` holds foreign experts alone, in eight or four bits, on the device or in
-pinned host memory (offload.py), and puts the matrices together in a workspace that all layers share whenever they are
-asked for, those of owned experts from their masters: some copying each time, for less memory.
+`Dense` is the bank itself. `QuantizedStore` holds foreign experts alone, in eight or four bits, and puts the matrices
+together in a workspace that all layers share whenever they are asked for, those of owned experts from their masters:
+some copying each time, for less memory.
 
 Both answer the same calls (`Store`); who is owned, and the fp32 masters, are the bank's business (bank.py). Slots count
 owned experts first. Values are NaN until written.
@@ -17,14 +17,12 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from spes_p2p.errors import first_line
 from spes_p2p.experts.masters import halves_of, nearest_bf16, put_away
-from spes_p2p.experts.offload import HostPrefetcher
-from spes_p2p.experts.quantise import Quantised, dequantise, empty, quantise
+from spes_p2p.experts.quantise import Kind, Quantised, dequantise, empty, quantise
 
 Part = Literal["gate_up", "down"]
 PARTS: tuple[Part, ...] = ("gate_up", "down")
-ForeignDtype = Literal["compute", "int8", "fp8", "nf4"]
+ForeignDtype = Literal["compute"] | Kind
 
 
 class Store(Protocol):
@@ -68,19 +66,10 @@ class Workspace:
 
 @dataclass
 class Foreign:
-    """How experts are held that are not trained here; one for all layers of a model.
-
-    `courier` brings them from host memory; without one they lie on the device.
-    """
+    """How experts are held that are not trained here; one for all layers of a model."""
 
     dtype: ForeignDtype = "compute"
-    courier: HostPrefetcher | None = None
     workspace: Workspace = field(default_factory=Workspace)
-
-    @property
-    def assembles_matrices(self) -> bool:
-        """Whether the matrices of a layer must be put together for each use."""
-        return self.dtype != "compute" or self.courier is not None
 
 
 class Dense(nn.Module):
@@ -116,7 +105,7 @@ class Dense(nn.Module):
 
 
 class QuantizedStore(nn.Module):
-    """Foreign experts quantised or on the host or both; nothing of owned ones."""
+    """Foreign experts quantised; nothing of owned ones."""
 
     _like: Tensor
 
@@ -125,38 +114,19 @@ class QuantizedStore(nn.Module):
         shapes: dict[Part, tuple[int, int, int]],
         device: torch.device | None,
         dtype: torch.dtype,
-        foreign: Foreign,
+        kind: Kind,
+        workspace: Workspace,
     ) -> None:
         super().__init__()
-        courier = foreign.courier
-        self._kind, self._workspace, self._courier = foreign.dtype, foreign.workspace, courier
-        self._where = torch.device("cpu") if courier else device
-        self._pin = courier is not None and courier.pins
+        self._kind, self._workspace = kind, workspace
         self._shapes, self._num_owned = shapes, 0
         self.register_buffer("_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
-        self._foreign: dict[Part, tuple[Tensor, ...]] = {part: self._make_room(shape) for part, shape in shapes.items()}
-        if courier:
-            courier.register(self, self._foreign)
+        self._foreign: dict[Part, Quantised] = {part: empty(kind, shape, device) for part, shape in shapes.items()}
 
     @property
     def foreign_bytes(self) -> int:
-        """Of foreign experts, scales included, wherever they lie."""
+        """Of foreign experts, scales included."""
         return sum(tensor.nbytes for tensors in self._foreign.values() for tensor in tensors)
-
-    def _allocate(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        if self._kind != "compute":
-            return tuple(empty(self._kind, shape, self._where, self._pin))
-        return (torch.full(shape, torch.nan, dtype=self._like.dtype, device=self._where, pin_memory=self._pin),)
-
-    def _make_room(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Raises RuntimeError in words where the host has too little memory to pin: CUDA's own do not say whose."""
-        try:
-            return self._allocate(shape)
-        except RuntimeError as error:
-            if not self._pin:
-                raise
-            what = f"out of memory on the host: {shape[0]} offloaded experts of a layer could not be pinned"
-            raise RuntimeError(f"{what} ({first_line(error)})") from error
 
     @torch.no_grad()
     def matrices(self, part: Part, masters: Tensor | None) -> Tensor:
@@ -165,33 +135,19 @@ class QuantizedStore(nn.Module):
             self._workspace.holds[part] = None  # until all of it is here: memory may run out on the way
             if masters is not None:
                 whole[: self._num_owned].copy_(masters)
-            here = self._courier.fetch(self, part) if self._courier else self._foreign[part]
-            self._fill(whole[self._num_owned :], here)
-            if self._courier:
-                self._courier.done(self, part)
+            dequantise(self._foreign[part], whole[self._num_owned :])
             self._workspace.holds[part] = self
         return whole
 
-    def _fill(self, out: Tensor, foreign: tuple[Tensor, ...]) -> None:
-        if self._kind == "compute":
-            out.copy_(foreign[0])
-        else:
-            dequantise(Quantised(*foreign), out)
-
-    def _held(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Rows of a matrix as foreign ones are held."""
-        return (values,) if self._kind == "compute" else tuple(quantise(self._kind, values))
-
     def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
         if slot >= self._num_owned:
-            for whole, new in zip(self._foreign[part], self._held(values), strict=True):
+            for whole, new in zip(self._foreign[part], quantise(self._kind, values), strict=True):
                 whole[slot - self._num_owned, rows].copy_(new)
-        self._changed(part)
+        self._put_together_anew(part)
 
     def read(self, part: Part, slot: int) -> Tensor:
-        out = torch.empty(self._shapes[part][1:], dtype=self._like.dtype, device=self._where)
-        self._fill(out, tuple(tensor[slot - self._num_owned] for tensor in self._foreign[part]))
-        return out.to(self._like.device)
+        out = torch.empty(self._shapes[part][1:], dtype=self._like.dtype, device=self._like.device)
+        return dequantise(Quantised(*(tensor[slot - self._num_owned] for tensor in self._foreign[part])), out)
 
     def refresh(self, part: Part, masters: nn.Parameter) -> None:
         self._put_together_anew(part)
@@ -199,23 +155,19 @@ class QuantizedStore(nn.Module):
     def reorder(self, old_slots: Sequence[int], num_owned: int, masters: Mapping[Part, Tensor | None]) -> None:
         for part in PARTS:
             old_foreign, owned = self._foreign[part], masters[part]
-            foreign = self._make_room((len(old_slots) - num_owned, *self._shapes[part][1:]))
+            shape = (len(old_slots) - num_owned, *self._shapes[part][1:])
+            foreign = empty(self._kind, shape, self._like.device)
             for at, old in enumerate(old_slots[num_owned:]):
                 if owned is not None and old < self._num_owned:
-                    new = self._held(owned[old])
+                    new = quantise(self._kind, owned[old])
                 else:  # the same bits as before
-                    new = tuple(tensor[old - self._num_owned] for tensor in old_foreign)
+                    new = Quantised(*(tensor[old - self._num_owned] for tensor in old_foreign))
                 for whole, one in zip(foreign, new, strict=True):
                     whole[at].copy_(one)
             self._foreign[part] = foreign
-            self._changed(part)
+            self._put_together_anew(part)
         self._num_owned = num_owned
 
     def _put_together_anew(self, part: Part) -> None:
         if self._workspace.holds.get(part) is self:
             self._workspace.holds[part] = None
-
-    def _changed(self, part: Part) -> None:
-        self._put_together_anew(part)
-        if self._courier:
-            self._courier.forget(self, part)

@@ -17,7 +17,6 @@ import torch
 
 from spes_p2p.errors import first_line
 from spes_p2p.experts.kernels import why_not
-from spes_p2p.experts.shards import stay_out_of_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ class Compiled(Generic[P, T]):
     """`function`, compiled at its first call; as it is from then on where that fails."""
 
     def __init__(self, function: Callable[P, T]) -> None:
-        stay_out_of_graphs()
         self._plain = function
         self._compiled: Callable[P, T] | None = torch.compile(function, dynamic=False)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spes_p2p.experts.gradients import sink
-from spes_p2p.experts.shards import whole
 
 
 def unloaded(*shape: int, device: torch.device | None = None) -> nn.Parameter:
@@ -40,7 +39,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return F.linear(x, whole(self.weight, compute_dtype(x)), self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -59,7 +58,7 @@ class RMSNorm(nn.Module):
 def embedded(token_BS: Tensor, weight_VD: Tensor) -> Tensor:
     """[B, S, D]: the row of each token. Where the gradient is added in place, only their rows are touched."""
     if not torch.is_grad_enabled() or sink(weight_VD) is None:
-        return F.embedding(token_BS, whole(weight_VD, torch.float32))
+        return F.embedding(token_BS, weight_VD)
     return cast(Tensor, _Embedded.apply(token_BS, weight_VD))
 
 

@@ -5,15 +5,13 @@ while its logits are there, so that nothing is computed again in the backward pa
 gradient of the one sum that has one. Where the head's gradient is added in place (experts/gradients.py) it is there
 before that, so the sum must be differentiated as it is, with a gradient of 1. This is the one way for every device and
 checkpointing mode, so that no fused kernel of another library has to agree with it. Softmax in fp32,
-matrix products in the compute dtype, the gradient of the head in fp32; where a peer keeps sums of gradients in bf16, a
-slice at a time is rounded to that.
+matrix products in the compute dtype, the gradient of the head in fp32.
 
 Legend: N rows, n rows of a chunk, D d_model, V embedding rows: logits, and zeros behind them, which stay zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -22,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spes_p2p.experts.gradients import Sum, add_rounded, sum_of
+from spes_p2p.experts.gradients import sink
 from spes_p2p.experts.kernels import half_dtype, has_kernels
-from spes_p2p.experts.shards import whole
 from spes_p2p.model.layers import compute_dtype
 from spes_p2p.model.losses import HeadSums
 
@@ -58,7 +55,7 @@ def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor
     if not torch.is_grad_enabled():
         sums, _ = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, (False, False), None)
         return sums
-    into = sum_of(head_VD)
+    into = sink(head_VD)
     return HeadSums(*cast(Any, _HeadSums.apply(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, into)))
 
 
@@ -74,7 +71,7 @@ class _HeadSums(torch.autograd.Function):
         counted_N: Tensor,
         output_z_weight: float,
         dtype: torch.dtype,
-        into: Sum | None,
+        into: Tensor | None,
     ) -> HeadSums:
         wanted = ctx.needs_input_grad[:2]
         sums, gradients = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, wanted, into)
@@ -98,7 +95,7 @@ def _sums(  # noqa: PLR0913 (as `head_sums`, and what is wanted of it)
     output_z_weight: float,
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
-    into: Sum | None,
+    into: Tensor | None,
 ) -> tuple[HeadSums, _Gradients]:
     """The sums, and the gradients of x_ND and head_VD where `wanted`; the head's is added to `into` if given."""
     num_logits, parts = len(head_VD), []
@@ -107,7 +104,7 @@ def _sums(  # noqa: PLR0913 (as `head_sums`, and what is wanted of it)
         torch.empty_like(x_ND, dtype=dtype) if wanted[0] else None,
         torch.zeros_like(matrix_VD, dtype=torch.float32) if wanted[1] and into is None else None,
     )
-    head = into if gradients.head_VD is None else Sum(gradients.head_VD, None)
+    head = into if gradients.head_VD is None else gradients.head_VD
     rows = chunk_rows(len(matrix_VD), dtype)
     with torch.autocast(x_ND.device.type, enabled=False):
         for start in range(0, max(1, len(x_ND)), rows):
@@ -119,7 +116,7 @@ def _sums(  # noqa: PLR0913 (as `head_sums`, and what is wanted of it)
             if gradients.x_ND is not None:
                 torch.mm(logits_nV, matrix_VD, out=gradients.x_ND[chunk])
             if head is not None:
-                _add_product(head, logits_nV[:, : len(head.total)].T, x_nD)
+                _add_product(head, logits_nV[:, : len(head)].T, x_nD)
             del logits_nV  # before the next ones are made
     cross_entropy, output_z = torch.stack(parts).sum(0).unbind()
     sums = HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone())
@@ -130,30 +127,22 @@ def _aligned(head_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """The head in the compute dtype, with rows of zeros at its end up to a multiple of _ALIGNED_LOGITS."""
     missing = -len(head_VD) % _ALIGNED_LOGITS
     if not missing:
-        return whole(head_VD, dtype).to(dtype)
+        return head_VD.to(dtype)
     matrix_VD = head_VD.new_empty(len(head_VD) + missing, head_VD.shape[1], dtype=dtype)
-    matrix_VD[: len(head_VD)].copy_(whole(head_VD, dtype))
+    matrix_VD[: len(head_VD)].copy_(head_VD)
     matrix_VD[len(head_VD) :] = 0
     return matrix_VD
 
 
-def _add_product(into: Sum, left_Vn: Tensor, right_nD: Tensor) -> None:
-    """Adds left @ right to a sum [V, D], without a second one of its size."""
-    sum_VD, noise = into
-    if noise is not None:
-        for part_vD, part_vn in _slices(sum_VD, left_Vn):
-            add_rounded(part_vD, part_vn @ right_nD, noise)
-    elif left_Vn.dtype == sum_VD.dtype:
+def _add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
+    """Adds left @ right to an fp32 sum [V, D], without a second one of its size."""
+    if left_Vn.dtype == sum_VD.dtype:
         sum_VD.addmm_(left_Vn, right_nD)
     elif _adds_into_fp32(sum_VD.device, left_Vn.dtype):
         torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=torch.float32, out=sum_VD)
     else:
-        for part_vD, part_vn in _slices(sum_VD, left_Vn):
+        for part_vD, part_vn in zip(sum_VD.split(_SLICE_ROWS), left_Vn.split(_SLICE_ROWS)):
             part_vD.add_(part_vn @ right_nD)
-
-
-def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(_SLICE_ROWS) for tensor in tensors))
 
 
 @cache

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import StateError
 from spes_p2p.experts.bank import Matrix
-from spes_p2p.experts.shards import Share, deal, read, write
 from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.transformer import Transformer
 
@@ -48,18 +47,6 @@ def named_shared(model: Transformer) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in others}
 
 
-def deal_values(model: Transformer, share: Share) -> None:
-    """Each rank keeps its rows of the shared matrices alone, and of masters that are halved. Before anything is owned.
-
-    Vectors stay whole: of norms and biases there are few values, and each would be a message of its own.
-    """
-    for bank in model.banks:
-        bank.share = share
-    for parameter in named_shared(model).values():
-        if parameter.ndim > 1:
-            deal(parameter, share)
-
-
 def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
     """The masters [O, out, in] of the owned experts, by layer and part (gate_up, down); see ExpertBank.master."""
     for bank in model.banks:
@@ -70,10 +57,10 @@ def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
 
 
 def place(model: Transformer, where: Place) -> Tensor:
-    """The tensor at a place without gradient, to be read. Where values are dealt to ranks, all of them call it."""
+    """The tensor at a place without gradient, to be read."""
     if isinstance(where, ExpertPlace):
         return model.banks[where.layer].read(where.expert, where.which)
-    return read(model.get_parameter(where.parameter))
+    return model.get_parameter(where.parameter).detach()
 
 
 def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray[np.float32]) -> None:
@@ -107,13 +94,14 @@ def load_layer(model: Transformer, table: Table, layer: int | None, block: int, 
     _load(model, flat, pieces_of_layer(model, table, layer, block))
 
 
+@torch.no_grad()
 def _load(model: Transformer, flat: NDArray[np.float32], pieces: Iterable[tuple[Place, int, int]]) -> None:
     for where, start, stop in pieces:
         values = torch.from_numpy(np.array(flat[start:stop])).view(_shape(model, where))
         if isinstance(where, ExpertPlace):
             model.banks[where.layer].load(where.expert, where.which, values)
         else:
-            write(model.get_parameter(where.parameter), values)
+            model.get_parameter(where.parameter).copy_(values)
 
 
 def _layer_of(where: Place) -> int | None:

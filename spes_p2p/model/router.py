@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spes_p2p.config.schema import ModelConfig
-from spes_p2p.experts.shards import whole
 from spes_p2p.model.layers import unloaded
 
 
@@ -40,7 +39,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> Routing:
         """Routes each of T tokens to k experts."""
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.float(), whole(self.weight, torch.float32))
+            logits_TE = F.linear(x_TD.float(), self.weight)
         probability_TE = logits_TE.softmax(dim=-1)
         weight_TK, expert_TK = probability_TE.topk(self.top_k, dim=-1)
         if self.norm_topk:

@@ -23,7 +23,6 @@ from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.choice import LayerShape, resolve_backend
 from spes_p2p.experts.gradients import add_in_place
 from spes_p2p.experts.kernels import half_dtype
-from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import PARTS, Foreign
 from spes_p2p.model.attention import Attention, Context, context_of
 from spes_p2p.model.compiling import Compiled, compiles_on
@@ -131,8 +130,7 @@ class Transformer(nn.Module):
             LayerShape(config.num_experts, config.top_k, config.d_model, config.expert_ffn, len(owned)),
         )
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
-        courier = HostPrefetcher(device) if config.foreign_offload else None
-        foreign = Foreign(config.foreign_dtype, courier)
+        foreign = Foreign(config.foreign_dtype)
         self.layers = nn.ModuleList(
             Layer(config, owned, self.backend, device, dtype, foreign) for _ in range(config.num_layers)
         )
@@ -170,11 +168,6 @@ class Transformer(nn.Module):
             for bank in self.banks:
                 stack.enter_context(bank.masters_in_fp32())
             yield
-
-    def refresh(self) -> None:
-        """Makes the forward pass see masters that were changed elsewhere, by other ranks."""
-        for bank in self.banks:
-            bank.refresh()
 
     def cross_entropies(self, x_BSD: Tensor, token_BS: Tensor) -> Tensor:
         """Of each sequence [B], in nats, the mean over positions 1..S-1, given what the last layer has put out."""

@@ -14,7 +14,6 @@ from spes_p2p.errors import SpesError
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 from spes_p2p.planning.budget import Device, columns_that_fit
 from spes_p2p.planning.disk import DiskNeed
-from spes_p2p.planning.options import EIGHT_BIT_INSTALL
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Link, sync_costs
 from spes_p2p.planning.units import gib_text
@@ -113,19 +112,12 @@ def _memory(machine: Machine) -> Check:
     return Check("memory", "ok", f"{free} of {total} free, {machine.cores} processor cores")
 
 
-def fit_check(
-    config: Config, device: Device, wanted: int, words: str, fits: bool, eight_bit_helps: bool = False
-) -> Check:
-    """`config` with the options chosen for `wanted` columns (`words` names them, or says why it does not fit).
-
-    `eight_bit_helps`: more would fit with 8-bit moments, whose library is not installed.
-    """
+def fit_check(config: Config, device: Device, wanted: int, words: str, fits: bool) -> Check:
+    """`config` with the options chosen for `wanted` columns (`words` names them, or says why it does not fit)."""
     count = min(config.model.num_experts, columns_that_fit(config, device))
     run = f"{config.run.run_id} ({count_text(Sizes.of(config.model).total)} parameters)"
     if not fits:
         fix = "use a machine with more memory, free some, or join with a smaller --max-experts"
-        if eight_bit_helps:
-            fix = f"install 8-bit moments, with which more fits (in the clone: {EIGHT_BIT_INSTALL}); or {fix}"
         return Check("fit", "failure" if count == 0 else "warning", f"{run}: {words}", fix)
     if count < wanted:
         text = f"{run} wants {wanted} expert columns of each peer, but there is free memory for only {count}"

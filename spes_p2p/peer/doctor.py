@@ -54,7 +54,7 @@ from spes_p2p.peer.checks import (
 )
 from spes_p2p.peer.devices import choose_cards, limits_of, why_it_cannot_train
 from spes_p2p.peer.entrance import check_open, organiser_words
-from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
+from spes_p2p.peer.fitting import fit_config, measure, wanted_columns
 from spes_p2p.peer.herald import OWN_DATA
 from spes_p2p.peer.network import open_network
 from spes_p2p.peer.options import JoinTarget, PeerOptions
@@ -161,7 +161,7 @@ def fitness_of(
     fetched = fetched if data_bytes is None else min(fetched, data_bytes)
     count = wanted_columns(config, options)
     return [
-        fit_check(fitted, memory, count, words, fits, not fits and eight_bit_would_help(config, options, memory)),
+        fit_check(fitted, memory, count, words, fits),
         disk_check(fitted, count, find_disk(options.folder), fetched),
     ]
 

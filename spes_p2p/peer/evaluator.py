@@ -47,7 +47,7 @@ class Evaluator:
         until = time.monotonic() + WAIT_SECONDS
         batches = held_out_batches(
             self._dataset,
-            self._trainer.rank.config,  # with the micro-batch that fits by now
+            self._trainer.learner.config,  # with the micro-batch that fits by now
             self._config.eval.sequences,
             lambda: self._is_stopping() or time.monotonic() > until,
         )

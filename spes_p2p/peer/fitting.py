@@ -4,7 +4,6 @@ is made."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 
@@ -13,16 +12,11 @@ from spes_p2p.config.schema import Config
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.planning import search
-from spes_p2p.planning.budget import Device, fitted, most_with_options
-from spes_p2p.planning.memory import pinned_bytes
+from spes_p2p.planning.budget import Device, fitted
 from spes_p2p.planning.options import KEYS, Options
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.memory import free_and_total_bytes, least_free_and_total_bytes
 from spes_p2p.train.others import Others
-
-EIGHT_BIT, EIGHT_BIT_LIBRARY = "optimizer.name", "bitsandbytes"
-PINNED_SHARE = 0.5
-"""Most of the host's free memory that offloaded experts may take: the state on disk is cached in it, too."""
 
 
 def measure(device: torch.device, ranks: int, cards: Sequence[int] = ()) -> Device:
@@ -54,8 +48,7 @@ def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Co
     """
     if not device.is_gpu:
         return config, ""
-    wanted = wanted_columns(config, options)
-    return fitted(config, device, wanted, _by_hand(options) | _not_here(config, device, wanted))
+    return fitted(config, device, wanted_columns(config, options), _by_hand(options))
 
 
 def sizes_to_time(config: Config, options: PeerOptions, device: torch.device, ranks: int) -> tuple[int, ...]:
@@ -66,16 +59,6 @@ def sizes_to_time(config: Config, options: PeerOptions, device: torch.device, ra
     return search.sizes_to_time(Options.of(config), share, config.data.sequence_length)
 
 
-def eight_bit_would_help(config: Config, options: PeerOptions, device: Device) -> bool:
-    """Whether more of the wanted columns would fit if the library of 8-bit moments were installed."""
-    by_hand, wanted = _by_hand(options), wanted_columns(config, options)
-    fixed = by_hand | _not_here(config, device, wanted)
-    if not device.is_gpu or EIGHT_BIT in by_hand or EIGHT_BIT not in fixed:
-        return False
-    now = most_with_options(config, device, wanted, fixed)
-    return most_with_options(config, device, wanted, fixed - {EIGHT_BIT}) > now
-
-
 def wanted_columns(config: Config, options: PeerOptions) -> int:
     """Columns to train: the number claimed, else `swarm.experts_per_peer`; at most `--max-experts`."""
     wanted = len(options.owned_experts or ()) or config.swarm.experts_per_peer
@@ -84,12 +67,3 @@ def wanted_columns(config: Config, options: PeerOptions) -> int:
 
 def _by_hand(options: PeerOptions) -> set[str]:
     return {parse_override(override)[0] for override in options.overrides}
-
-
-def _not_here(config: Config, device: Device, wanted: int) -> set[str]:
-    """Options that need what this machine does not have."""
-    found = set() if find_spec(EIGHT_BIT_LIBRARY) else {EIGHT_BIT}
-    host_free_bytes, _ = free_and_total_bytes(torch.device("cpu"))
-    if device.ranks * pinned_bytes(device.workload(config, wanted)) > PINNED_SHARE * host_free_bytes:
-        found.add("model.foreign_offload")
-    return found

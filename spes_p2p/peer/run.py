@@ -291,10 +291,10 @@ def _restore(resumed: Resumed | None, tip: Commit, me: PeerId, learning: Trainin
     trainer, loader = learning.trainer, learning.loader
     if not resumed.restore(trainer, loader) or resumed.manifest != tip.certificate.manifest:
         return None  # the moments are kept, the values are those of the newest commit
-    if trainer.rank.owned != columns_of(tip.manifest.ownership, me):
+    if trainer.learner.owned != columns_of(tip.manifest.ownership, me):
         return None
     place = Place(loader.ranges, loader.consumed) if isinstance(loader, LeasedLoader) else Place()
-    return Restored(place, resumed.uncounted, trainer.rank.round_steps)
+    return Restored(place, resumed.uncounted, trainer.round_steps)
 
 
 def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say: Say) -> AnyDataset:

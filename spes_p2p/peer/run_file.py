@@ -160,7 +160,7 @@ def _words(run: NewRun, config: Config, node: Path) -> list[str]:
     question = _question(run, config)
     found = answer(question)
     warnings = [expected_coverage(config) or "", router_warning(config) or ""]
-    words = [*warnings, found.sentence(), found.eight_bit_words(), found.too_slow()]
+    words = [*warnings, found.sentence(), found.too_slow()]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")

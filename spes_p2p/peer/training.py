@@ -227,7 +227,7 @@ class TrainingLoop:
             return True
         if self._pause.active:
             self.connection.presence.progress.tokens_per_second = 0.0
-            if len(self.trainer.rank.owned):  # in every round: an heir may come, and take them over, in any
+            if len(self.trainer.learner.owned):  # in every round: an heir may come, and take them over, in any
                 self.train_one_step(time.monotonic() + LEAVE_SECONDS)
         if not self.gate.stopping and not self.limits.is_over():  # how to leave is decided in `departure`
             self.hand_in()
@@ -264,7 +264,7 @@ class TrainingLoop:
 
     def _look_at_memory(self, steps: int) -> None:
         """Lowers the limit of owned columns to what fits beside the activations that the first steps showed."""
-        fit = self.trainer.columns_that_fit() if steps else None
+        fit = self.trainer.learner.columns_that_fit() if steps else None
         if fit is not None and self.connection.wishes.limit_columns(fit):
             self.emit(
                 Warning(f"activations leave memory for only {fit} expert columns: this peer will take on no more")
@@ -341,13 +341,13 @@ class TrainingLoop:
         if load.rebase is not None:
             if not is_idle:
                 self.trainer.wake()  # what was trained may be read when the new state is loaded
-            is_read_late = turn.owned != self.trainer.rank.owned or is_due  # the model changes before it is read
+            is_read_late = turn.owned != self.trainer.learner.owned or is_due  # the model changes before it is read
             carried = self.values.rebased(manifest, load.rebase, is_read_late)
         masters = self.values.begin(turn)
         self.trainer.use_decay(manifest.decay)
         self._seconds, self._lead_seconds = self._lead_seconds, 0.0
         if not load.restored:
-            new = set(turn.owned) - set(self.trainer.rank.owned)
+            new = set(turn.owned) - set(self.trainer.learner.owned)
             if is_idle:  # from here on the device is free
                 self.trainer.park()
                 carried = carried if self.config.sync.takes_turns else None  # without turns that is the new state
@@ -365,7 +365,7 @@ class TrainingLoop:
 
     def _is_idle(self, load: stages.Load) -> bool:
         """Whether this peer is paused, others have its columns, and it has no work that a round has yet to count."""
-        rebase, columns = load.rebase, load.turn.owned or self.trainer.rank.owned
+        rebase, columns = load.rebase, load.turn.owned or self.trainer.learner.owned
         carries = rebase is not None and (isinstance(rebase, stages.GoOver) or rebase.ahead)
         return self._pause.active and not (columns or carries or self.machine.own.uncounted.tokens)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.config.schema import Config
 from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, column_value_bytes, predict
-from spes_p2p.planning.options import KEYS, Options
+from spes_p2p.planning.options import FOR_ALL, KEYS, Options
 from spes_p2p.planning.search import Search, most_columns, search, with_largest_micro_batch
 from spes_p2p.planning.units import gib_text
 
@@ -64,10 +64,10 @@ def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collecti
     The same config where nothing makes it fit, with a warning.
     """
     work = device.workload(config, wanted)
-    fixed = frozenset(name for name, key in KEYS.items() if key in chosen_by_hand)
+    fixed = frozenset({FOR_ALL, *(name for name, key in KEYS.items() if key in chosen_by_hand)})
     if "activation_checkpointing" not in fixed:
         work = replace(work, options=replace(work.options, activation_checkpointing="none"))
-    found = search(work, device.limit, local_only=True, fixed=fixed)
+    found = search(work, device.limit, fixed)
     if found.chosen is None:
         return config, not_enough(found, device.usable_bytes, predict(work).total - device.paid_bytes)
     chosen = found.chosen.options
@@ -80,15 +80,6 @@ def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collecti
     return chosen.applied(config), f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
 
 
-def most_with_options(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> int:
-    """At most `wanted` columns that some local options make fit; -1 where none make even a peer without columns fit."""
-    work = device.workload(config, wanted)
-    fixed = frozenset(name for name, key in KEYS.items() if key in chosen_by_hand)
-    found = search(work, device.limit, local_only=True, fixed=fixed)
-    fit = found.chosen or found.nearest
-    return -1 if fit is None else fit.owned
-
-
 def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
     """One sentence for a search without result, with the nearest thing that does fit."""
     asked = f"{found.wanted} expert columns need {gib_text(needed_bytes)}, more than the {gib_text(usable_bytes)} here"
@@ -98,8 +89,8 @@ def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
 
 
 def columns_by_experience(
-    owned: int, spare_bytes: int, total_bytes: int, column_values: int, options: Options | None = None, ranks: int = 1
+    owned: int, spare_bytes: int, total_bytes: int, column_values: int, options: Options | None = None
 ) -> int:
     """Columns that there is memory for, where training `owned` of them left `spare_bytes` at its peak."""
     room = spare_bytes - round(FRAGMENT_SHARE * total_bytes)
-    return owned + max(0, int(room // (column_values * column_value_bytes(options or Options(), ranks))))
+    return owned + max(0, int(room // (column_values * column_value_bytes(options or Options()))))

@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from spes_p2p.config.schema import Config, fields_of_tree
-from spes_p2p.config.sections import is_local
+from spes_p2p.config.schema import Config
 
 KEYS = {
     "micro_batch_sequences": "optimizer.micro_batch_sequences",
-    "gradient_dtype": "optimizer.gradient_dtype",
     "optimizer": "optimizer.name",
-    "sharding": "optimizer.sharding",
     "activation_checkpointing": "model.activation_checkpointing",
     "foreign_dtype": "model.foreign_dtype",
-    "foreign_offload": "model.foreign_offload",
 }
 """Our name to the config's."""
-EIGHT_BIT_INSTALL = "scripts/venv.sh optim8bit"
-"""What a clone lacks for `optimizer.name=adamw8bit` until somebody asks for it."""
+FOR_ALL = "optimizer"
+"""The one of these that all peers of a run should have alike: the organiser chooses it, no peer by itself."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +23,9 @@ class Options:
     """Values as in the config."""
 
     micro_batch_sequences: int = 1
-    gradient_dtype: str = "fp32"
     optimizer: str = "adamw"
-    sharding: str = "none"
     activation_checkpointing: str = "none"
     foreign_dtype: str = "compute"
-    foreign_offload: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Options:
@@ -50,12 +43,7 @@ class Options:
     def changes(self, since: Options) -> tuple[str, ...]:
         """What differs, as overrides: `model.activation_checkpointing=full`."""
         names = [name for name in KEYS if getattr(self, name) != getattr(since, name)]
-        return tuple(f"{KEYS[name]}={_yaml(getattr(self, name))}" for name in names)
-
-
-def is_agreed(key: str) -> bool:
-    """Whether all peers of a run must have the setting `key` equal."""
-    return not is_local(dict(fields_of_tree())[key])
+        return tuple(f"{KEYS[name]}={getattr(self, name)}" for name in names)
 
 
 def halved(options: Options, batch_sequences: int) -> Options:
@@ -63,7 +51,3 @@ def halved(options: Options, batch_sequences: int) -> Options:
     size = options.micro_batch_sequences
     smaller = [part for part in range(1, size // 2 + 1) if batch_sequences % part == 0]
     return replace(options, micro_batch_sequences=smaller[-1]) if smaller else options
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,7 +9,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.observe.metrics import amount_text
 from spes_p2p.planning.budget import MARGIN_SHARE
 from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
-from spes_p2p.planning.options import EIGHT_BIT_INSTALL, Options, is_agreed
+from spes_p2p.planning.options import FOR_ALL, KEYS, Options
 from spes_p2p.planning.search import Fit, Search, search
 from spes_p2p.planning.sizes import Sizes, flops_per_token
 from spes_p2p.planning.traffic import Link, SyncCost, round_tokens, stored_bytes, sync_costs
@@ -60,13 +60,6 @@ class Answer:
     def sentence(self) -> str:
         """Whether it fits, and if not, the nearest thing that does; nothing where no GPU was named."""
         return "" if self.search is None else _sentence(self, self.search)
-
-    def eight_bit_words(self) -> str:
-        """What a machine must install for what fits, where that counts on 8-bit moments; else nothing."""
-        fit = None if self.search is None else self.search.chosen or self.search.nearest
-        if fit is None or fit.options.optimizer != "adamw8bit":
-            return ""
-        return f"adamw8bit must be installed in the clone of each peer that uses it: {EIGHT_BIT_INSTALL}"
 
     def too_slow(self) -> str:
         """What there is to say of links that are too slow for the run as configured; nothing where they are not."""
@@ -120,8 +113,8 @@ def usable(memory_bytes: int) -> int:
 
 
 def organisers_choice(override: str) -> bool:
-    """Whether `override` is of a field that all peers must have equal."""
-    return is_agreed(override.partition("=")[0])
+    """Whether `override` is of a field that all peers should have equal."""
+    return override.partition("=")[0] == KEYS[FOR_ALL]
 
 
 def _sentence(self: Answer, found: Search) -> str:

@@ -1,12 +1,10 @@
 """What fits into a given memory, and which options make it fit.
 
-Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16 are
-rounded at random, which takes a few passes over them; ranks that share gradients and moments exchange them in each
-micro-batch, not once a step; those that share weights, too, fetch them there, which are fewer bytes; Adam in 8 bits
-costs nearly nothing; selective checkpointing a few percent; foreign experts in one byte are unpacked twice a
-micro-batch; full checkpointing computes every layer twice; offloaded experts cross the PCIe bus twice a micro-batch. On
-each rung the micro-batch is halved first, down to 4,096 tokens, where products are still large; smaller ones come last
-of all.
+Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): selective
+checkpointing a few percent; foreign experts in one byte are unpacked twice a micro-batch; full checkpointing computes
+every layer twice; foreign experts in half a byte are further from what their owners have; Muon is another method, with
+a learning rate of its own. On each rung the micro-batch is halved first, down to 4,096 tokens, where products are still
+large; smaller ones come last of all.
 """
 
 from __future__ import annotations
@@ -18,26 +16,26 @@ from operator import itemgetter
 from typing import Any
 
 from spes_p2p.planning.memory import Memory, Workload, predict
-from spes_p2p.planning.options import KEYS, Options, halved, is_agreed
+from spes_p2p.planning.options import Options, halved
 
 LADDER: tuple[tuple[str, Any], ...] = (
-    ("gradient_dtype", "bf16"),
-    ("sharding", "zero2"),
-    ("sharding", "zero3"),
-    ("optimizer", "adamw8bit"),
     ("activation_checkpointing", "selective"),
     ("foreign_dtype", "int8"),
     ("activation_checkpointing", "full"),
-    ("foreign_offload", True),
+    ("foreign_dtype", "nf4"),
+    ("optimizer", "muon"),
 )
 CHEAP_TOKENS = 4096
 """A micro-batch of fewer tokens makes products that are too small."""
 MOST_TOKENS = 32_768
 """Larger micro-batches gain nothing any more."""
 _CHECKPOINTING = ("none", "selective", "full")
-_RISING = {"activation_checkpointing": _CHECKPOINTING, "sharding": ("none", "zero2", "zero3")}
+_RISING = {
+    "activation_checkpointing": _CHECKPOINTING,
+    "foreign_dtype": ("compute", "int8", "nf4"),
+    "optimizer": ("adamw", "muon"),
+}
 """Each saves what those before it do, and more."""
-_FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit", "muon"), "foreign_dtype": ("int8", "fp8", "nf4")}
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,12 @@ class Search:
     """What a peer without columns needs at least, with all these options."""
 
 
-def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: Collection[str] = frozenset()) -> Search:
+def search(work: Workload, memory_bytes: int, fixed: Collection[str] = frozenset()) -> Search:
     """All rungs for the columns and options of `work`; `memory_bytes` is what the device may be filled with.
 
-    `local_only`: without options that all peers of a run must have equal. `fixed`: names of options that stay.
+    `fixed`: names of options that stay.
     """
-    ladder = list(rungs(work.options, local_only, fixed, work.ranks))
+    ladder = list(rungs(work.options, fixed))
     found = tuple(_rung(work, options, adds, memory_bytes) for options, adds in ladder)
     tried = [options for options, _ in ladder]
     if "micro_batch_sequences" not in fixed:
@@ -92,20 +90,11 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
     return Search(work.owned, found, chosen, nearest, least)
 
 
-def rungs(
-    options: Options, local_only: bool, fixed: Collection[str] = frozenset(), ranks: int = 1
-) -> Iterator[tuple[Options, str]]:
-    """`options`, then cumulatively with each option of the ladder that saves memory.
-
-    `ranks`: of the peer, which may share gradients, moments and values.
-    """
+def rungs(options: Options, fixed: Collection[str] = frozenset()) -> Iterator[tuple[Options, str]]:
+    """`options`, then cumulatively with each option of the ladder that saves memory."""
     yield options, ""
     for name, value in LADDER:
-        if name in fixed or (local_only and is_agreed(KEYS[name])):
-            continue
-        if not _saves(name, getattr(options, name), value):
-            continue
-        if name == "sharding" and (ranks == 1 or options.optimizer == "muon"):
+        if name in fixed or _RISING[name].index(value) <= _RISING[name].index(getattr(options, name)):
             continue
         changed = replace(options, **{name: value})
         yield changed, changed.changes(options)[0]
@@ -145,12 +134,6 @@ def sizes_to_time(options: Options, batch_sequences: int, sequence_length: int) 
     """The micro-batch of `options` and two smaller ones that may be as fast, the largest first."""
     sizes = [each.micro_batch_sequences for each in islice(_halvings(options, batch_sequences), 3)]
     return tuple(size for size in sizes if size == sizes[0] or size * sequence_length >= CHEAP_TOKENS)
-
-
-def _saves(name: str, present: Any, value: Any) -> bool:
-    if name in _RISING:
-        return _RISING[name].index(value) > _RISING[name].index(present)
-    return present != value and present not in _FRUGAL.get(name, ())
 
 
 def _rung(before: Workload, options: Options, adds: str, memory_bytes: int) -> Rung:

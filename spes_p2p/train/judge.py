@@ -133,8 +133,8 @@ class Trial:
 
     def __init__(self, model: ModelConfig, committed: BlockSource, token_BS: Tensor) -> None:
         one_layer = {
-            "num_layers": 1, "expert_backend": "auto", "foreign_dtype": "compute",
-            "foreign_offload": False, "torch_compile": False, "activation_checkpointing": "none",
+            "num_layers": 1, "expert_backend": "auto", "foreign_dtype": "compute", "torch_compile": False,
+            "activation_checkpointing": "none",
         }  # fmt: skip
         self._model = Transformer(model.model_copy(update=one_layer), range(model.num_experts), device="cpu")
         bank = self._model.banks[0]

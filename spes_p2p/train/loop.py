@@ -45,7 +45,7 @@ def run_inner_steps(
     """
     started = time.perf_counter()
     should_drop = should_drop or (lambda share: should_stop())
-    size = trainer.rank.config.optimizer.batch_sequences
+    size = trainer.learner.config.optimizer.batch_sequences
     done = 0
     while done < steps and not should_stop() and _has(loader, size, should_stop):
         place = loader.state_dict()
@@ -71,7 +71,7 @@ def _has(loader: LeasedLoader | LocalLoader, sequences: int, should_stop: Callab
 
 
 def _pass_notes_on(trainer: Trainer, emit: Callable[[Event], None] | None) -> None:
-    for text in trainer.take_notes():
+    for text in trainer.learner.take_notes():
         if emit is not None:
             emit(Warning(text))
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.config.schema import OptimizerConfig
-from spes_p2p.train.moment_store import MOMENTS, MOMENTUM, Float32, Piece, Stored, unpacked
+from spes_p2p.train.moment_store import MOMENTS, MOMENTUM, AdamW, Piece, Stored, unpacked
 
 DECAY = 0.95
 ITERATIONS = 5
@@ -39,15 +39,12 @@ class Muon:
     """One kind of moments (see `moment_store.Kind`)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._config, self._adamw = config, Float32(config)
-
-    def check(self, device: torch.device) -> None:
-        pass  # torch runs wherever its tensors are
+        self._config, self._adamw = config, AdamW(config)
 
     def fresh(self, values: Tensor, matrices: int = 0) -> Stored:
         if not matrices:
             return self._adamw.fresh(values)
-        return {MOMENTUM: torch.zeros_like(values, dtype=torch.float32)}
+        return {MOMENTUM: torch.zeros_like(values)}
 
     def stored(self, moments: Stored, matrices: int = 0) -> Stored:
         if not matrices or MOMENTUM in moments:
@@ -60,7 +57,7 @@ class Muon:
         by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for piece in pieces:
             if piece.matrices:
-                gradient = piece.gradient.float().unflatten(0, (piece.matrices, -1))
+                gradient = piece.gradient.unflatten(0, (piece.matrices, -1))
                 momentum = piece.moments[MOMENTUM].unflatten(0, (piece.matrices, -1))
                 is_fed = torch.linalg.vector_norm(gradient, math.inf, dim=(1, 2), keepdim=True) > 0
                 momentum.mul_(torch.where(is_fed, DECAY, 1.0)).add_(gradient)

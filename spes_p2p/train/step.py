@@ -24,7 +24,6 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.model.losses import LossParts
 from spes_p2p.train.ddp import Ranks, agreed
-from spes_p2p.train.kept_gradients import KeptGradients
 
 ShouldDrop = Callable[[float], bool]
 """Asked between two micro-batches with the share of them that is done: whether to give the step up."""
@@ -112,11 +111,10 @@ def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
     dtype = sum_dtype(ranks.device)
     sums, count_LE = (torch.zeros(shape, dtype=dtype, device=ranks.device) for shape in ((4,), ()))
     parts = list(micro_batches(batch, ranks, sequences))
-    exchanges_each = isinstance(forward, KeptGradients) and forward.exchanges_each
     for index, micro in enumerate(parts):
         if exchange and index and agreed(ranks, should_drop(index / len(parts))):
             return None
-        with _sync_gradients(forward, exchange and (exchanges_each or index == len(parts) - 1)):
+        with _sync_gradients(forward, exchange and index == len(parts) - 1):
             with autocast(ranks.device):
                 factors = owned_balance_factor, micro.head_factor, micro.weight * loss_scale
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, *factors)
@@ -152,6 +150,6 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def _sync_gradients(forward: nn.Module, exchange: bool) -> AbstractContextManager[object]:
-    """Ranks exchange gradients once a step, in the backward pass of the last micro-batch; shared ones in each."""
+    """Ranks exchange gradients once a step, in the backward pass of the last micro-batch."""
     no_sync = getattr(forward, "no_sync", None)
     return nullcontext() if exchange or no_sync is None else no_sync()

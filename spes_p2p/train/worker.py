@@ -23,18 +23,14 @@ import torch
 import torch.distributed as dist
 
 from spes_p2p.config.load import config_from_text
-from spes_p2p.consensus.manifest import Decay
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.locks import Scratch
-from spes_p2p.model.params import place
 from spes_p2p.parent import end_with
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
 from spes_p2p.train.others import unpacked
-from spes_p2p.train.pace import take_fastest_micro_batch
-from spes_p2p.train.private import load_private_state, private_state
-from spes_p2p.train.rank import RankTrainer, value_hashes
+from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.watchdog import Watchdog
 
 _START_SECONDS = 120.0
@@ -129,14 +125,15 @@ def _environment() -> dict[str, str]:
 
 
 def serve(ranks: Ranks) -> None:
-    """Does what rank 0 says until it says stop. Raises SpesError where rank 0 has ended."""
+    """Calls what rank 0 says until it says stop. Raises SpesError where rank 0 has ended."""
     _leave_signals_to_rank_0()
-    trainer: RankTrainer | None = None
+    trainer: Trainer | None = None
     while True:
         try:
-            name, arguments = broadcast_object(ranks)
+            name, packed = broadcast_object(ranks)
         except RuntimeError as error:
             raise SpesError(f"rank {ranks.rank} lost rank 0: {error}", fix="see the output of rank 0") from error
+        arguments = {key: unpacked(value) for key, value in packed.items()}
         if name == "stop":
             return
         if name == "measure":  # before there is anything to train
@@ -146,41 +143,13 @@ def serve(ranks: Ranks) -> None:
         elif trainer is None:
             raise LocalProtocolError(f"command {name} came before build")
         else:
-            _COMMANDS[name](trainer, **arguments)
+            getattr(trainer, name)(**arguments)
 
 
-def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
+def _build(ranks: Ranks, config: str, threads: int) -> Trainer:
     torch.set_num_threads(threads)  # as rank 0: the same bits at every rank
     checked = config_from_text(config)
-    return RankTrainer(checked, state_layout(checked), ranks)
-
-
-def _help_to_read(trainer: RankTrainer, block: int) -> None:
-    """This rank's rows of a block, for rank 0, which alone has use for the whole on the host."""
-    for where in trainer.trained.table[block]:
-        place(trainer.trained.module, where)
-
-
-def _use_decay(trainer: RankTrainer, begin_step: int, steps: int) -> None:
-    trainer.decay = Decay(begin_step, steps) if steps else None
-
-
-_COMMANDS: dict[str, Callable[..., object]] = {
-    "adopt": lambda trainer, owned, **rest: trainer.adopt(tuple(owned), **rest),
-    "load_block": RankTrainer.load_block,
-    "use_decay": _use_decay,
-    "park": RankTrainer.park,
-    "wake": RankTrainer.wake,
-    "run_ahead": RankTrainer.run_ahead,
-    "train_step": lambda trainer, **batch: trainer.train_step(unpacked(**batch)),
-    "contribution": _help_to_read,
-    "evaluate": lambda trainer, **batch: trainer.evaluate([unpacked(**batch)]),
-    "load_private_state": load_private_state,
-    "private_state": private_state,
-    "take_fastest": lambda trainer, sizes, **batch: take_fastest_micro_batch(trainer, unpacked(**batch), tuple(sizes)),
-    "value_hashes": value_hashes,
-}
-"""By what rank 0 calls them; each is given the trainer of this rank and the arguments that rank 0 has sent."""
+    return Trainer(checked, state_layout(checked), ranks.device, ranks)
 
 
 class LocalRanks:

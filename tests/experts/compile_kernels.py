@@ -18,7 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from spes_p2p.experts import dispatch_kernels, gradients_kernels, quantise_kernels, swiglu_kernels
+from spes_p2p.experts import dispatch_kernels, quantise_kernels, swiglu_kernels
 from spes_p2p.experts.quantise import Kind, quantise
 from spes_p2p.experts.triton_backend import TritonGrouped
 from spes_p2p.model import softmax_loss_kernels
@@ -69,12 +69,11 @@ def launch_all() -> None:
         softmax_loss_kernels.row_losses(logits_nV, 50_257, target_n, counted_n, 1e-4, with_gradient)
     x_ND, w_EFD = torch.zeros(rows, width, dtype=torch.bfloat16), torch.zeros(4, ffn, width, dtype=torch.bfloat16)
     values, out = torch.zeros(64, width), torch.zeros(64, width, dtype=torch.bfloat16)
-    kinds: tuple[Kind, ...] = ("int8", "fp8", "nf4")
+    kinds: tuple[Kind, ...] = ("int8", "nf4")
     for kind in kinds:
         quantise_kernels.dequantise(*quantise(kind, values), out)
     order_N, backend = torch.zeros(4 * rows, dtype=torch.int64), TritonGrouped()
     dispatch_kernels.combine(dispatch_kernels.gather(x_ND, order_N, ends_E, 4), order_N.view(rows, 4))
-    gradients_kernels.add_rounded(torch.zeros_like(x_ND), x_ND, torch.Generator())
     y_NF = backend.rows(x_ND, w_EFD.mT, ends_E)
     backend.rows(y_NF, w_EFD, ends_E)
     backend.add_outer(backend.outer(y_NF, x_ND, ends_E).float(), y_NF, x_ND, ends_E)

@@ -15,7 +15,6 @@ from spes_p2p.experts import megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import MATRICES, ExpertBank, Matrix
 from spes_p2p.experts.choice import resolve_backend
-from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import PARTS, Foreign, ForeignDtype, QuantizedStore
 
 E, D, FFN, TOP_K = 6, 8, 12, 2
@@ -109,21 +108,14 @@ def test_odd_widths_and_bf16(backend: Backend, width: int, ffn: int, dtype: torc
     check(make_bank((1, 4), backend, width, ffn, dtype), "all", 33)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("foreign", ["compute", "int8", "fp8", "nf4"])
+@pytest.mark.parametrize("foreign", ["int8", "nf4"])
 @pytest.mark.parametrize("owned", OWNED, ids=str)
-def test_foreign_experts_held_otherwise(owned: tuple[int, ...], foreign: ForeignDtype, on_host: bool) -> None:
+def test_foreign_experts_held_otherwise(owned: tuple[int, ...], foreign: ForeignDtype) -> None:
     """As with a whole bank of the values that `read` gives."""
-    check(make_bank(owned, GroupedMM(), foreign=held(foreign, on_host)), "all", 33)
+    check(make_bank(owned, GroupedMM(), foreign=Foreign(foreign)), "all", 33)
 
 
-def held(dtype: ForeignDtype, on_host: bool) -> Foreign:
-    return Foreign(dtype, HostPrefetcher(torch.device("cpu")) if on_host else None)
-
-
-@pytest.mark.parametrize(
-    ("foreign", "value", "block"), [("int8", 1, 128), ("fp8", 1, 128), ("nf4", Fraction(1, 2), 64)]
-)
+@pytest.mark.parametrize(("foreign", "value", "block"), [("int8", 1, 128), ("nf4", Fraction(1, 2), 64)])
 def test_foreign_experts_alone_are_held_in_few_bits(foreign: ForeignDtype, value: Fraction, block: int) -> None:
     width, ffn = 256, 128
     bank = make_bank((1, 4), Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
@@ -133,10 +125,10 @@ def test_foreign_experts_alone_are_held_in_few_bits(foreign: ForeignDtype, value
     assert sum(buffer.nbytes for buffer in bank.store.buffers()) == 0
 
 
-@pytest.mark.parametrize("foreign", ["compute", "int8"])
-def test_layers_share_a_workspace_and_a_courier(foreign: ForeignDtype) -> None:
+@pytest.mark.parametrize("foreign", ["int8", "nf4"])
+def test_layers_share_a_workspace(foreign: ForeignDtype) -> None:
     """Three layers one after the other, forward and backward, as if each had everything for itself."""
-    for_all = held(foreign, on_host=True)
+    for_all = Foreign(foreign)
     shared = [ExpertBank(E, D, FFN, (1,), Eager(), foreign=for_all) for _ in range(3)]
     own = [ExpertBank(E, D, FFN, (1,), Eager(), foreign=Foreign(foreign)) for _ in range(3)]
     generator = torch.Generator().manual_seed(1)
@@ -233,9 +225,8 @@ def test_owned_experts_are_read_from_their_masters(foreign: ForeignDtype) -> Non
             assert whole.isfinite().all()
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_set_owned_moves_no_value(on_host: bool) -> None:
-    bank = make_bank((1, 4), Eager(), foreign=held("compute", on_host))
+def test_set_owned_moves_no_value() -> None:
+    bank = make_bank((1, 4), Eager())
     values = {(e, which): bank.read(e, which).clone() for e in range(E) for which in MATRICES}
     for owned in [(0, 4, 5), (), (2,), tuple(range(E))]:
         bank.set_owned(owned)
@@ -277,17 +268,14 @@ def test_values_are_nan_until_loaded() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["grouped_mm", "triton", "megablocks"])
-@pytest.mark.parametrize(
-    ("foreign", "on_host"), [("compute", False), ("compute", True), ("int8", False), ("int8", True)]
-)
-def test_no_wait_for_the_device_and_the_same_values(backend: str, foreign: ForeignDtype, on_host: bool) -> None:
+@pytest.mark.parametrize("foreign", ["compute", "int8", "nf4"])
+def test_no_wait_for_the_device_and_the_same_values(backend: str, foreign: ForeignDtype) -> None:
     width, ffn, owned, cuda = 64, 32, (1, 4), torch.device("cuda")
     if backend == "megablocks" and (reason := megablocks_backend.why_not(cuda)):
         pytest.skip(reason)
     host = make_bank(owned, Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
     found, _ = resolve_backend(backend, cuda, torch.bfloat16)
-    held_there = Foreign(foreign, HostPrefetcher(cuda) if on_host else None)
-    device = ExpertBank(E, width, ffn, owned, found, cuda, torch.bfloat16, held_there)
+    device = ExpertBank(E, width, ffn, owned, found, cuda, torch.bfloat16, Foreign(foreign))
     for which in MATRICES:
         for expert in range(E):
             device.load(expert, which, host.read(expert, which))

@@ -9,8 +9,8 @@ from spes_p2p.experts import quantise_kernels
 from spes_p2p.experts.quantise import BLOCKS, Kind, block_of, dequantise, empty, nf4_levels, quantise, try_kernels
 from tests.kernels import DEVICE, there
 
-KINDS: tuple[Kind, ...] = ("int8", "fp8", "nf4")
-WORST = {"int8": 0.5 / 127, "fp8": 2**-4, "nf4": 0.152}
+KINDS: tuple[Kind, ...] = ("int8", "nf4")
+WORST = {"int8": 0.5 / 127, "nf4": 0.152}
 """Half of the widest step, in parts of a block's largest value."""
 WIDTH = 256
 
@@ -76,7 +76,6 @@ def test_the_levels_of_nf4_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize("shape", [(3, 4, WIDTH), (2, 3, 6), (5, 1024), (0, 4, 128)])
 def test_the_kernels_give_the_same_bits(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values.flatten()[: min(3, values.numel())] *= 1e-3  # among them what fp8 has below its normal values
     quantised = quantise(kind, values) if values.numel() else empty(kind, shape, None)
     want = dequantise(quantised, torch.empty(shape, dtype=dtype))
     codes, scales, out = there(*quantised, torch.empty(shape, dtype=dtype))
@@ -86,10 +85,5 @@ def test_the_kernels_give_the_same_bits(kind: Kind, shape: tuple[int, ...], dtyp
 
 
 @pytest.mark.kernels
-def test_every_code_of_fp8_comes_back_and_the_trial_runs() -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]  # NaN is never made
-    there_codes, scales, out = there(codes, torch.ones(1, 1), torch.empty(1, 254))
-    quantise_kernels.dequantise(there_codes, scales, out)
-    assert torch.equal(out.cpu(), codes.float())
+def test_the_trial_runs() -> None:
     try_kernels(DEVICE)

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spes_p2p.experts.shards import Share
 from spes_p2p.model import compiling
 from spes_p2p.model.compiling import Compiled, compiles_on
-from spes_p2p.model.params import deal_values
 from tests.model.tiny import tiny_model, tiny_tokens
 
 
@@ -51,9 +49,7 @@ def test_an_error_of_the_code_itself_passes() -> None:
         Compiled(torch.compiler.disable(full))(torch.ones(1))
 
 
-@pytest.mark.parametrize("is_dealt", [False, True])
-def test_layers_share_one_graph_for_each_shape(is_dealt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a few, between weights that are fetched from other ranks."""
+def test_layers_share_one_graph_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
 
     def counting(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -65,8 +61,6 @@ def test_layers_share_one_graph_for_each_shape(is_dealt: bool, monkeypatch: pyte
     torch._dynamo.reset()
     model = tiny_model(torch_compile=True)
     assert len(model.layers) > 1
-    if is_dealt:
-        deal_values(model, Share(0, 2, exchanges=False))
     for _ in range(2):
         model(tiny_tokens()).total.backward()
-    assert len(graphs) <= 10 if is_dealt else len(graphs) == 1
+    assert len(graphs) == 1

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spes_p2p.experts.gradients import add_in_bf16
 from spes_p2p.model.losses import HeadSums
 from spes_p2p.model.output_loss import chunk_rows, head_sums
 
@@ -138,18 +137,3 @@ def test_bf16_is_close_to_fp32(slice_rows: int, monkeypatch: pytest.MonkeyPatch)
     assert (x_ND.grad.dtype, head_VD.grad.dtype) == (torch.bfloat16, torch.float32)
     assert (x_ND.grad - x_wanted).norm() <= 2e-2 * x_wanted.norm()
     assert (head_VD.grad - head_wanted).norm() <= 2e-2 * head_wanted.norm()
-
-
-@pytest.mark.parametrize("slice_rows", [8192, 10])
-def test_the_heads_gradient_is_added_to_a_sum_in_bf16(slice_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many passes, none of which is lost, and with no other place for it."""
-    monkeypatch.setattr("spes_p2p.model.output_loss._SLICE_ROWS", slice_rows)
-    in_chunks_of(5, monkeypatch)
-    _, _, wanted = gradients(from_all_logits, torch.ones(ROWS), 0.1, 1.0)
-    x_ND, head_VD, target_N = inputs(torch.float32)
-    head, total_VD = torch.nn.Parameter(head_VD.detach()), torch.zeros_like(head_VD, dtype=torch.bfloat16)
-    add_in_bf16(head, lambda: total_VD, torch.Generator().manual_seed(0))
-    for _ in range(300):
-        head_sums(x_ND, head, target_N, torch.ones(ROWS), 0.1).total.backward()
-    assert head.grad is None
-    assert (total_VD.float() / 300 - wanted).norm() <= 6e-2 * wanted.norm()

@@ -79,7 +79,6 @@ def test_fit_says_how_many_columns_there_is_room_for() -> None:
     assert "32 expert columns" in fit_check(SEVEN, roomy, 8, "", fits=True).text
     assert fit_check(SEVEN, tight, 8, "8 expert columns need more", fits=False).level == "failure"
     assert fit_check(SEVEN, roomy, 99, "", fits=True).level == "warning"
-    assert "scripts/venv.sh optim8bit" in fit_check(SEVEN, tight, 8, "", fits=False, eight_bit_helps=True).fix
 
 
 def test_reach_is_never_a_failure() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from spes_p2p.config.load import bundled_config, load_config
-from spes_p2p.peer import fitting
-from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, sizes_to_time
+from spes_p2p.peer.fitting import fit_config, measure, sizes_to_time
 from spes_p2p.peer.options import NetworkOptions, PeerOptions
 from spes_p2p.planning.budget import Device
 from spes_p2p.planning.units import GIB
@@ -51,24 +49,13 @@ def test_micro_batches_are_timed_on_a_gpu_unless_one_was_set_by_hand() -> None:
     assert sizes_to_time(config, options("optimizer.micro_batch_sequences=2"), cuda, ranks=1) == ()
 
 
-def test_what_the_machine_does_not_have_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "EIGHT_BIT_LIBRARY", "a_library_that_is_nowhere")
-    monkeypatch.setattr(fitting, "PINNED_SHARE", 0.0)
+def test_nobody_leaves_the_runs_optimizer_by_himself() -> None:
     for gib in (24, 32, 40, 48, 56):
         config, _ = fit_config(SEVEN, options(), gpu(gib))
         assert config.optimizer.name == "adamw"
-        assert not config.model.foreign_offload
-
-
-def test_the_library_of_8_bit_moments_is_missed_where_it_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "PINNED_SHARE", 0.0)
-    assert not any(eight_bit_would_help(SEVEN, options(), gpu(gib)) for gib in (8, 24, 40, 80)), "it is here"
-    monkeypatch.setattr(fitting, "EIGHT_BIT_LIBRARY", "a_library_that_is_nowhere")
-    assert [eight_bit_would_help(SEVEN, options(), gpu(gib)) for gib in (8, 32, 80)] == [False, True, False]
-    assert not eight_bit_would_help(SEVEN, options("optimizer.name=adamw"), gpu(32))
 
 
 def test_what_was_set_by_hand_stays() -> None:
-    by_hand = "optimizer.gradient_dtype=fp32", "optimizer.name=adamw"
-    config, _ = fit_config(SEVEN, options(*by_hand), gpu(56))
-    assert (config.optimizer.gradient_dtype, config.optimizer.name) == ("fp32", "adamw")
+    config, words = fit_config(SEVEN, options("model.foreign_dtype=compute"), gpu(56))
+    assert words
+    assert config.model.foreign_dtype == "compute"

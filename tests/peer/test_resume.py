@@ -103,7 +103,7 @@ def test_in_the_middle_of_a_round_it_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert resumed is not None
     assert resumed.restore(second.trainer, second.loader)
     assert (resumed.manifest, resumed.uncounted) == (first.commits[1].certificate.manifest, Uncounted(64, 1))
-    assert (second.trainer.rank.round_steps, second.trainer.rank.owned) == (3, OWNED)
+    assert (second.trainer.round_steps, second.trainer.learner.owned) == (3, OWNED)
     assert second.train(4) == first.train(4)
 
 
@@ -151,7 +151,7 @@ def test_where_the_data_comes_from_elsewhere_only_the_trainer_is_restored(tmp_pa
     resumed = second.load()
     assert resumed is not None
     assert not resumed.restore(second.trainer, second.loader)
-    assert second.trainer.rank.round_steps == 2
+    assert second.trainer.round_steps == 2
     assert second.loader.state_dict() == {"position": 0}
 
 
@@ -393,7 +393,7 @@ def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_p
 
 def steps_of_moments(life: Life) -> int:
     """Of an owned column."""
-    return next(group.steps for group in life.trainer.rank.optimizer.groups if group.column == OWNED[0])
+    return next(group.steps for group in life.trainer.learner.optimizer.groups if group.column == OWNED[0])
 
 
 def test_a_running_peer_goes_back_to_what_its_checkpoint_is_ahead(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ from spes_p2p.train.trainer import Trainer
 from tests.data.piece_makers import hand_over, make_feed
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun
-from tests.train.small import transformer_of
 
 torch.set_num_threads(1)
 STEPS = 3
@@ -161,7 +160,7 @@ class Story:
 
     def _save(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
         kept = Uncounted(uncounted.tokens, uncounted.steps)
-        self.saved.append((manifest, version, kept, final, self.trainer.rank.round_steps))
+        self.saved.append((manifest, version, kept, final, self.trainer.round_steps))
 
     def commit(self, counted: bool, columns: bool = True, vocabulary: bool = True, kind: str | None = None) -> None:
         """The round is decided: everything moves by MERGED, from what was handed in or from the old state.
@@ -302,7 +301,7 @@ def test_a_step_that_a_leaver_makes_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_skipped_is_a_warning_and_no_event(story: Story) -> None:
-    train_step, weight = story.trainer.train_step_unless, transformer_of(story.trainer.rank).norm.weight.detach()
+    train_step, weight = story.trainer.train_step_unless, story.trainer.learner.model.norm.weight.detach()
     calls = iter(range(100))
 
     def poisoned_once(*given: Any) -> Any:
@@ -536,7 +535,7 @@ def test_a_paused_peer_whose_columns_others_have_keeps_nothing_on_the_device(sto
     parked: list[bool] = []
 
     def on_ready(work: Work) -> None:
-        parked.append(story.trainer.rank.parked is not None)
+        parked.append(story.trainer.parked is not None)
         story.gate.stop() if story.round == 3 else story.commit(counted=False)
 
     story.on_ready = on_ready
@@ -558,7 +557,7 @@ def test_a_paused_peer_stays_ahead_in_what_has_had_no_turn(tmp_path: Path, monke
     ahead: list[Values] = []
 
     def on_ready(work: Work) -> None:
-        parked.append(story.trainer.rank.parked is not None)
+        parked.append(story.trainer.parked is not None)
         ahead.append((story.inputs.snapshot.block(0) - story.store.version(story.round).block(0))[vocabulary])
         if story.round == 0:
             story.pause.toggle()
@@ -888,7 +887,7 @@ def test_without_exchange_a_peer_evaluates_its_own_model(tmp_path: Path) -> None
 
 
 def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(story: Story) -> None:
-    story.trainer.columns_that_fit = lambda: 2  # type: ignore[method-assign]
+    story.trainer.learner.columns_that_fit = lambda: 2  # type: ignore[method-assign]
     story.at_step[2 * STEPS] = story.gate.stop
     story.play()
     assert story.limits == [2, 2]
@@ -1095,7 +1094,7 @@ def test_steps_ahead_have_the_learning_rate_of_the_round_that_they_belong_to(tmp
     told.story.trainer.train_step_unless = note  # type: ignore[method-assign,assignment]
     told.story.at_step[2 * STEPS] = told.story.gate.stop
     told.story.play()
-    config = told.story.trainer.rank.config
+    config = told.story.trainer.learner.config
     assert rates[: STEPS + 2] == [learning_rate(config, step) for step in range(1, STEPS + 3)]
 
 
@@ -1238,14 +1237,14 @@ def micro_story(folder: Path) -> Story:
 
 def in_step(story: Story, calls: dict[tuple[int, int], Callable[[], None]]) -> None:
     """Calls `calls[steps done, micro-batches of the running step done]` while the next micro-batch computes, once."""
-    forward, done = story.trainer.rank.model.forward, [0]
+    forward, done = story.trainer.learner.model.forward, [0]
 
     def counting(*given: Any, **named: Any) -> Any:
         calls.pop((story.steps, done[0] % 4), lambda: None)()
         done[0] += torch.is_grad_enabled()
         return forward(*given, **named)
 
-    story.trainer.rank.model.forward = counting  # type: ignore[method-assign]
+    story.trainer.learner.model.forward = counting  # type: ignore[method-assign]
 
 
 def test_who_is_asked_to_stop_gives_the_running_step_up(tmp_path: Path) -> None:
@@ -1311,7 +1310,7 @@ def test_held_out_data_is_read_in_micro_batches_that_fit_by_now(tmp_path: Path) 
         return 1.0
 
     story.trainer.evaluate = evaluate  # type: ignore[method-assign]
-    assert story.trainer.rank.use_less_memory() == "optimizer.micro_batch_sequences=2"
+    assert story.trainer.learner.use_less_memory() == "optimizer.micro_batch_sequences=2"
     story.at_step[1] = story.gate.stop
     story.play()
     assert sizes[:2] == [2, 2]

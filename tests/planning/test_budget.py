@@ -77,9 +77,9 @@ def test_local_options_make_it_fit_and_are_named() -> None:
 
 
 def test_what_a_person_has_set_stays() -> None:
-    config, _ = fitted(SEVEN, gpu(48), wanted=8, chosen_by_hand={"optimizer.gradient_dtype", "optimizer.name"})
-    assert config.optimizer.gradient_dtype == "fp32"
-    assert config.optimizer.name == "adamw"
+    config, _ = fitted(SEVEN, gpu(48), wanted=8, chosen_by_hand={"model.activation_checkpointing"})
+    assert config.model.activation_checkpointing == SEVEN.model.activation_checkpointing
+    assert config.optimizer.name == "adamw"  # nobody leaves the run's method by himself
     kept, _ = fitted(SEVEN, gpu(60), wanted=8, chosen_by_hand={"optimizer.micro_batch_sequences"})
     assert kept.optimizer.micro_batch_sequences == SEVEN.optimizer.micro_batch_sequences
 
@@ -94,8 +94,9 @@ def test_what_training_left_at_its_peak_is_for_more_columns() -> None:
     column = 10**6 * 14  # half a master, gradient, moments
     assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6) == 5
     assert columns_by_experience(3, 10**9, 160 * 10**9, 10**6) == 3  # what was trained does fit
-    lean = Options(gradient_dtype="bf16", optimizer="adamw8bit")
-    assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6, lean) == 7
+    lean = Options(optimizer="muon")
+    assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6, lean) == 5
+    assert columns_by_experience(3, 8 * 10**9 + 3 * column, 160 * 10**9, 10**6, lean) == 7
 
 
 def test_what_ranks_need_to_talk_was_not_paid_when_memory_was_measured() -> None:

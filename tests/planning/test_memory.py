@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from spes_p2p.experts import gradients
 from spes_p2p.experts.masters import halves_of
-from spes_p2p.model import output_loss
 from spes_p2p.model.output_loss import chunk_rows
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
@@ -20,11 +18,8 @@ from spes_p2p.planning.activations import Activations
 from spes_p2p.planning.memory import (
     BANK,
     GRADIENTS,
-    HEAD_SLICE,
     MASTERS,
     OPTIMIZER,
-    PIECE_VALUES,
-    ROUNDED_VALUES,
     SHARED,
     STACK_VALUES,
     Workload,
@@ -35,7 +30,7 @@ from spes_p2p.planning.memory import (
 )
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.sizes import Sizes
-from spes_p2p.train import moment_store, muon
+from spes_p2p.train import muon
 from tests.model.tiny import init_normal_
 from tests.planning.runs import PUBLISHED, run_named
 
@@ -55,12 +50,9 @@ SHAPE = (
 TOKENS = 2 * 150
 
 
-def test_pieces_are_as_large_as_those_that_training_works_on() -> None:
-    """What plans loads no torch, so it cannot take these numbers from there."""
-    assert moment_store.PIECE_VALUES == PIECE_VALUES
+def test_stacks_are_as_large_as_those_that_training_works_on() -> None:
+    """What plans loads no torch, so it cannot take this number from there."""
     assert muon.STACK_VALUES == STACK_VALUES
-    assert gradients.ROUNDED_VALUES == ROUNDED_VALUES
-    assert output_loss._SLICE_ROWS == HEAD_SLICE
 
 
 def small(*overrides: str) -> Workload:
@@ -127,7 +119,7 @@ def test_the_loss_takes_as_many_rows_at_once_as_planned(name: str) -> None:
     assert planned == chunk_rows(aligned, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["compute", "int8", "fp8", "nf4"])
+@pytest.mark.parametrize("kind", ["compute", "int8", "nf4"])
 def test_weights_are_what_a_model_holds(kind: str) -> None:
     work = small(f"model.foreign_dtype={kind}", "model.d_model=128", "model.expert_ffn=128")
     model = Transformer(work.model, (1, 2, 5), device="cpu", expert_dtype=torch.bfloat16)
@@ -152,12 +144,12 @@ def _tensors_of_stores(model: Transformer) -> list[int]:
 
 
 def test_the_7b_run_with_8_of_32_owned_needs_what_the_design_promises() -> None:
-    """Against 16 bytes a parameter: below 46% in fp32, below 29% with 8-bit moments and bf16 gradients."""
+    """Against 16 bytes a parameter: below 46% with AdamW, below 37% with Muon, below 32% with packed experts, too."""
     config = run_named("spes-7b")
     full = 16 * Sizes.of(config.model).total
     assert state_bytes(Workload.of(config, 8)) / full < 0.46
-    lean = Options(gradient_dtype="bf16", optimizer="adamw8bit")
-    assert state_bytes(Workload.of(config, 8, lean)) / full < 0.29
+    assert state_bytes(Workload.of(config, 8, Options(optimizer="muon"))) / full < 0.37
+    assert state_bytes(Workload.of(config, 8, Options(optimizer="muon", foreign_dtype="nf4"))) / full < 0.32
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -181,22 +173,19 @@ def test_the_highest_need_of_a_7b_peer_keeps_what_is_promised() -> None:
     plain = Options.of(config)
     full = predict(replace(Workload.of(config, 32), is_bf16=False)).total
     assert predict(Workload.of(config, 8)).total / full < 0.46
-    eight_bit = replace(plain, optimizer="adamw8bit")
-    assert predict(Workload.of(config, 8, eight_bit)).total < 48e9
-    lean = replace(eight_bit, gradient_dtype="bf16")
+    lean = replace(plain, optimizer="muon", activation_checkpointing="full")
+    assert predict(Workload.of(config, 8, lean)).total < 48e9
+    lean = replace(lean, foreign_dtype="nf4")
     assert predict(Workload.of(config, 8, lean)).total / full < 0.29
-    lean = replace(lean, foreign_dtype="int8")
-    assert predict(Workload.of(config, 1, replace(lean, activation_checkpointing="full"))).total < 20e9
+    assert predict(Workload.of(config, 1, lean)).total < 24e9
 
 
 SETTINGS = st.builds(
     Options,
     micro_batch_sequences=st.sampled_from([1, 2, 4, 8]),
-    gradient_dtype=st.sampled_from(["fp32", "bf16"]),
-    optimizer=st.sampled_from(["adamw", "adamw8bit"]),
+    optimizer=st.sampled_from(["adamw", "muon"]),
     activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
-    foreign_dtype=st.sampled_from(["compute", "int8", "fp8", "nf4"]),
-    foreign_offload=st.booleans(),
+    foreign_dtype=st.sampled_from(["compute", "int8", "nf4"]),
 )
 
 
@@ -215,8 +204,7 @@ def test_every_option_saves_memory_or_costs_none(name: str, options: Options, ow
     work = Workload.of(run_named(name), owned, options)
     plain = predict(work).total
     for cheaper in (
-        replace(options, gradient_dtype="bf16"),
-        replace(options, optimizer="adamw8bit"),
+        replace(options, optimizer="muon"),
         replace(options, activation_checkpointing="full"),
     ):
         assert predict(replace(work, options=cheaper)).total <= plain
@@ -227,4 +215,3 @@ def test_parts_add_up_and_none_is_negative(name: str, options: Options, owned: i
     memory = predict(Workload.of(run_named(name), owned, options))
     assert all(size >= 0 for size in memory.parts.values())
     assert memory.total == sum(memory.parts.values()) + memory.slack + memory.context
-    assert memory.host == 0 or options.foreign_offload

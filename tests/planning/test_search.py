@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from spes_p2p.planning.memory import Workload, predict
-from spes_p2p.planning.options import KEYS, Options, is_agreed
+from spes_p2p.planning.options import FOR_ALL, KEYS, Options
 from spes_p2p.planning.report import Question, answer, usable
 from spes_p2p.planning.search import most_columns, one_step_down, rungs, search
 from spes_p2p.planning.units import GIB
@@ -76,7 +76,7 @@ def test_a_config_that_fits_is_left_alone() -> None:
 
 def test_options_are_tried_in_the_order_of_what_they_cost() -> None:
     work = work_of("spes-7b")
-    ladder = rungs(work.options, local_only=False)
+    ladder = rungs(work.options)
     needs = [predict(replace(work, options=options)).total for options, _ in ladder]
     assert needs == sorted(needs, reverse=True)
     assert len(set(needs)) == len(needs)
@@ -94,11 +94,23 @@ def test_a_smaller_micro_batch_comes_before_options_while_it_is_large_enough() -
     assert chosen.options == replace(work.options, micro_batch_sequences=2)  # 4,096 tokens
 
 
-def test_a_peer_leaves_alone_what_all_must_have_equal_and_what_was_set_by_hand() -> None:
+def test_what_is_fixed_stays_on_every_rung() -> None:
     options = work_of("spes-7b").options
-    for changed, adds in rungs(options, local_only=True, fixed={"foreign_dtype"}):
-        assert not adds or not is_agreed(adds.partition("=")[0])
-        assert changed.foreign_dtype == "compute"
+    found = [changed for changed, _ in rungs(options, fixed={"foreign_dtype", FOR_ALL})]
+    assert len(found) > 1
+    assert {(each.foreign_dtype, each.optimizer) for each in found} == {("compute", "adamw")}
+
+
+@pytest.mark.parametrize(("columns", "gib", "optimizer"), [(1, 24, "muon"), (8, 48, "adamw")])
+def test_a_7b_peer_fits_into_a_home_gpu_with_one_column_and_into_a_larger_one_with_eight(
+    columns: int, gib: int, optimizer: str
+) -> None:
+    config = run_named("spes-7b")
+    told = answer(Question(config, columns, peers=4, memory_bytes=gib * GIB))
+    assert told.search is not None
+    assert told.search.chosen is not None
+    assert told.search.chosen.memory.total <= usable(gib * GIB)
+    assert told.search.chosen.options.optimizer == optimizer
 
 
 def test_steps_down_end_at_one_sequence_with_full_checkpointing() -> None:
@@ -132,17 +144,3 @@ def test_one_sentence_says_whether_it_fits(name: str, gib: int, words: str) -> N
     if told.search.nearest is not None:
         assert f"the closest option that fits: {told.search.nearest.owned} expert column" in sentence
         assert told.search.nearest.memory.total <= usable(gib * GIB)
-
-
-def test_ranks_share_gradients_and_moments_where_they_are_several_and_memory_is_short() -> None:
-    work = work_of("spes-7b")
-    for ranks, expected in ((1, False), (4, True)):
-        assert _sharding(work.options, ranks) == (["zero2", "zero3"] if expected else [])
-    assert _sharding(replace(work.options, optimizer="muon"), ranks=4) == []
-    assert _sharding(replace(work.options, sharding="zero2"), ranks=4) == ["zero3"]
-    assert _sharding(replace(work.options, sharding="zero3"), ranks=4) == []
-
-
-def _sharding(options: Options, ranks: int) -> list[str]:
-    adds = [adds.partition("=") for _, adds in rungs(options, local_only=True, ranks=ranks)]
-    return [value for key, _, value in adds if key == "optimizer.sharding"]

@@ -17,8 +17,7 @@ from spes_p2p.experts.bank import MATRICES
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.model.params import named_shared
 from spes_p2p.model.transformer import Transformer
-from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,11 @@ class Measured:
     peak_bytes: int
 
 
-def random_trainer(config: Config, owned: int, device: torch.device) -> RankTrainer:
+def random_trainer(config: Config, owned: int, device: torch.device) -> Trainer:
     """Trains the first `owned` columns; every value is normal with `model.init_std`, norms are ones."""
-    layout = state_layout(config)
-    trainer = RankTrainer(config, layout, Ranks(device=device))
-    trainer.set_owned(tuple(range(owned)), keep_moments=False, ramp_fresh=False)
-    _fill(trainer, config.model.init_std)
+    trainer = Trainer(config, state_layout(config), device)
+    trainer.begin(tuple(range(owned)), step=0, keep_moments=False, round_steps=0)
+    _fill(trainer.learner.model, config.model.init_std, device)
     return trainer
 
 
@@ -93,9 +91,7 @@ def clean_up(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _fill(trainer: RankTrainer, std: float) -> None:
-    model, device = trainer.model, trainer.ranks.device
-    assert isinstance(model, Transformer)
+def _fill(model: Transformer, std: float, device: torch.device) -> None:
     for parameter in named_shared(model).values():
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
     for bank in model.banks:

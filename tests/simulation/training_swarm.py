@@ -73,7 +73,7 @@ class TrainerOf:
 
     def held_out_loss(self, committed: BlockSource, sequences: int, step: int = 0) -> float:
         """Mean cross entropy of a committed state over held-out sequences, nats a token; `begin` must follow."""
-        self.trainer.adopt(self.trainer.rank.owned, committed, step)
+        self.trainer.adopt(self.trainer.learner.owned, committed, step)
         return self.trainer.evaluate(held_out_batches(self._dataset, self._config, sequences))
 
 
@@ -205,7 +205,7 @@ def train(
         await swarm.until_round(first.points[-1].round)  # what they still fetch from each other was sent, too
         points = (*first.points[:-1], replace(first.points[-1], bytes_sent=swarm.bytes_sent()))
         learners = [peer.learner for peer in cast("list[TrainingPeer]", list(swarm.peers.values()))]
-        held = max((learner.trainer.rank.held for learner in learners), key=lambda held: held.training)
+        held = max((learner.trainer.learner.held for learner in learners), key=lambda held: held.training)
         await swarm.stop()
         for learner in (*learners, swarm.evaluator):
             learner.trainer.close()

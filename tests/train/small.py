@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,9 +17,8 @@ from spes_p2p.interop.hf import state_layout
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout, Values
+from spes_p2p.train import learner
 from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.rank import RankTrainer
-from spes_p2p.train.trained_model import TrainedTransformer
 from spes_p2p.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -70,15 +72,9 @@ def batch_of(seed: int, sequences: int = 8, masked: tuple[int, ...] = ()) -> Bat
     return Batch(tokens.astype(np.int64), mask, np.arange(sequences, dtype=np.int64))
 
 
-def transformer_of(rank: RankTrainer) -> Transformer:
-    """The model that it trains."""
-    assert isinstance(rank.model, Transformer)
-    return rank.model
-
-
 def values_of(trainer: Trainer) -> dict[int, Values]:
     """Everything that is trained, by block."""
-    return {block: trainer.contribution(block) for block in (0, *(1 + column for column in trainer.rank.owned))}
+    return {block: trainer.contribution(block) for block in (0, *(1 + column for column in trainer.learner.owned))}
 
 
 def same_bits(left: dict[int, Values], right: dict[int, Values]) -> bool:
@@ -107,7 +103,7 @@ class SmallDevice:
     """
 
     def __init__(self, trainer: Trainer, sequences: int) -> None:
-        self.model, self.sequences = transformer_of(trainer.rank), sequences
+        self.model, self.sequences = trainer.learner.model, sequences
         self.model.layers[1].register_forward_pre_hook(self)
 
     def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -116,9 +112,8 @@ class SmallDevice:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
 
 
-class InBf16(TrainedTransformer):
-    """Experts in bf16, the rest in fp32, as on a GPU: masters are halved."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(config, device)
-        self.module = Transformer(config.model, (), self.module.loss_weights, device, torch.bfloat16)
+@contextmanager
+def in_bf16() -> Iterator[None]:
+    """Trainers made inside have experts in bf16, the rest in fp32, as on a GPU: masters are halved."""
+    with patch.object(learner, "Transformer", partial(Transformer, expert_dtype=torch.bfloat16)):
+        yield

@@ -9,8 +9,7 @@ import pytest
 from torch import nn
 
 from spes_p2p.consensus.manifest import Decay
-from spes_p2p.errors import ConfigError, LocalProtocolError
-from spes_p2p.train.ddp import Ranks
+from spes_p2p.errors import ConfigError
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
@@ -38,7 +37,7 @@ def rounds(trainer: Trainer) -> list[float]:
     """Two rounds with a change of columns between; losses and gradient norms of the steps."""
     numbers = []
     for start, owned in ((0, (1, 4)), (3, (0, 4, 5))):
-        trainer.adopt(owned, initial(trainer.rank.config), start)
+        trainer.adopt(owned, initial(trainer.learner.config), start)
         results = [trainer.train_step(batch_of(start + index, masked=(0, 1, 2))) for index in range(3)]
         numbers += [number for result in results for number in (result.loss, result.grad_norm, result.router_z)]
         numbers += [sum(count**2 for layer in result.expert_counts for count in layer) for result in results[:1]]
@@ -100,23 +99,6 @@ def test_two_ranks_leave_their_devices_and_come_back_bit_for_bit(two_ranks: Loca
     assert len({one for found in hashes for one in found}) == 1
 
 
-def test_two_ranks_with_small_moments_and_gradients_agree_and_resume(two_ranks: LocalRanks) -> None:
-    """bf16 gradients are averaged without DDP; codes of 8 bits go to the other rank as they are."""
-    wide = "model.d_model=64", "model.expert_ffn=64", "optimizer.load_balancing_weight=0.0"
-    config = small_config(*wide, "optimizer.name=adamw8bit", "optimizer.gradient_dtype=bf16")
-    one, two = trainer_of(config), trainer_of(config, ranks=two_ranks.ranks)
-    for seed in range(3):
-        numbers = [(result.loss, result.grad_norm) for result in (t.train_step(batch_of(seed)) for t in (one, two))]
-        assert numbers[1] == pytest.approx(numbers[0], rel=2e-2)
-    state = copy.deepcopy(two.private_state())
-    loss = two.train_step(batch_of(9)).loss
-    resumed = trainer_of(config, (3,), ranks=two_ranks.ranks)
-    resumed.load_private_state(state)
-    assert resumed.train_step(batch_of(9)).loss == loss
-    assert resumed.value_hashes() == two.value_hashes()
-    assert len(set(two.value_hashes())) == 1
-
-
 def test_ranks_step_down_together_where_one_has_no_memory(two_ranks: LocalRanks) -> None:
     """Rank 0 holds two sequences at once, rank 1 any number: neither waits in an exchange for the other."""
     config = small_config("optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3")
@@ -127,11 +109,11 @@ def test_ranks_step_down_together_where_one_has_no_memory(two_ranks: LocalRanks)
     assert [result.loss for result in results[0]] == pytest.approx([result.loss for result in results[1]], rel=1e-4)
     assert largest_difference(values_of(tight), values_of(roomy)) < 1e-4
     assert len(set(tight.value_hashes())) == 1
-    notes = tight.take_notes()
+    notes = tight.learner.take_notes()
     assert notes[0].endswith(
         "CUDA out of memory; all ranks continue with model.activation_checkpointing=selective from now on"
     )
-    assert not tight.take_notes()
+    assert not tight.learner.take_notes()
 
 
 def test_a_batch_that_cannot_be_split_is_refused(two_ranks: LocalRanks) -> None:
@@ -144,22 +126,15 @@ def test_a_batch_that_cannot_be_split_is_refused(two_ranks: LocalRanks) -> None:
     trainer.train_step(batch_of(0))  # and nothing is broken
 
 
-def test_only_rank_0_has_a_trainer() -> None:
-    config = small_config()
-    with pytest.raises(LocalProtocolError, match="rank 1"):
-        Trainer(config, small_layout(config), CPU, Ranks(rank=1, world_size=2))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_all_ranks_give_a_step_up_at_the_same_micro_batch(two_ranks: LocalRanks, dtype: str) -> None:
-    config = small_config("optimizer.micro_batch_sequences=1", f"optimizer.gradient_dtype={dtype}")
+def test_all_ranks_give_a_step_up_at_the_same_micro_batch(two_ranks: LocalRanks) -> None:
+    config = small_config("optimizer.micro_batch_sequences=1")
     whole, stopped = (trainer_of(config, ranks=two_ranks.ranks) for _ in range(2))
     whole.train_step(batch_of(0))
     expected = whole.train_step(batch_of(1)).loss, whole.value_hashes()
     stopped = trainer_of(config, ranks=two_ranks.ranks)
     stopped.train_step(batch_of(0))
     assert stopped.train_step_unless(batch_of(1), lambda share: share == 0.75) is None
-    assert stopped.rank.round_steps == 1
+    assert stopped.round_steps == 1
     assert (stopped.train_step(batch_of(1)).loss, stopped.value_hashes()) == expected
 
 
@@ -168,7 +143,7 @@ def test_there_is_one_set_of_gradients_from_the_beginning(two_ranks: LocalRanks)
     config = small_config("optimizer.micro_batch_sequences=1")
     for owned in ((1, 4), (1, 2, 4)):
         trainer = trainer_of(config, owned, ranks=two_ranks.ranks)
-        model = trainer.rank.model
+        model = trainer.learner.model
         assert len(places_of(model)) == 1  # one bucket
         before = places_of(model)
         assert trainer.train_step_unless(batch_of(0), lambda share: True) is None  # rehearsed, and no exchange yet

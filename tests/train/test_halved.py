@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,34 +21,34 @@ from spes_p2p.experts import bank
 from spes_p2p.experts.masters import halves_of, nearest_bf16
 from spes_p2p.experts.stores import Dense, Part
 from spes_p2p.model.params import masters_of
+from spes_p2p.train import worker
 from spes_p2p.train.ddp import Ranks, connect
-from spes_p2p.train.rank import RankTrainer, value_hashes
 from spes_p2p.train.trainer import Trainer
 from tests.train.small import (
     CPU,
-    InBf16,
     batch_of,
+    in_bf16,
     initial,
     same_bits,
     small_config,
     small_layout,
     trainer_of,
-    transformer_of,
     values_of,
 )
 
-EIGHT_BIT = "optimizer.name=adamw8bit", "model.d_model=64", "model.expert_ffn=64", "sync.tile_values=65536"
-BF16_SUMS = "optimizer.gradient_dtype=bf16", "optimizer.micro_batch_sequences=2"
+IN_PARTS = ("optimizer.micro_batch_sequences=2",)
+MUON = ("optimizer.name=muon",)
 
 
 def halved_trainer(config: Config, owned: tuple[int, ...] = (1, 4)) -> Trainer:
-    trainer = Trainer(config, small_layout(config), CPU, rank_trainer=partial(RankTrainer, make_model=InBf16))
+    with in_bf16():
+        trainer = Trainer(config, small_layout(config), CPU)
     trainer.adopt(owned, initial(config), 0)
     return trainer
 
 
 def masters(trainer: Trainer) -> list[nn.Parameter]:
-    return list(masters_of(transformer_of(trainer.rank)))
+    return list(masters_of(trainer.learner.model))
 
 
 def are_away(trainer: Trainer) -> bool:
@@ -65,7 +66,7 @@ def two_rounds(trainer: Trainer, config: Config) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("options", [(), EIGHT_BIT, BF16_SUMS, ("optimizer.name=muon",)])
+@pytest.mark.parametrize("options", [(), IN_PARTS, MUON])
 def test_it_trains_bit_for_bit_as_with_whole_masters(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where copies in bf16 are rounded alike: of what is halfway between two, torch takes the even one."""
 
@@ -78,12 +79,12 @@ def test_it_trains_bit_for_bit_as_with_whole_masters(options: tuple[str, ...], m
     losses = two_rounds(halved, config)
     assert are_away(halved)
     monkeypatch.setattr(Dense, "refresh", refresh)
-    monkeypatch.setattr(bank, "halve", lambda master, bf16, share: bf16.copy_(nearest_bf16(master.detach())))
+    monkeypatch.setattr(bank, "halve", lambda master, bf16: bf16.copy_(nearest_bf16(master.detach())))
     whole = halved_trainer(config)
     assert two_rounds(whole, config) == losses
     assert same_bits(values_of(halved), values_of(whole))
     column = small_layout(config).blocks[1].size
-    assert whole.rank.held.model - halved.rank.held.model == 2 * len(whole.rank.owned) * column
+    assert whole.learner.held.model - halved.learner.held.model == 2 * len(whole.learner.owned) * column
 
 
 def test_what_was_committed_is_held_to_the_bit() -> None:
@@ -92,11 +93,11 @@ def test_what_was_committed_is_held_to_the_bit() -> None:
     assert all(np.array_equal(values, initial(config).block(block)) for block, values in values_of(trainer).items())
     trainer.train_step(batch_of(0))
     before = values_of(trainer)
-    trainer.rank.set_owned((1, 2, 4), keep_moments=True, ramp_fresh=True)
+    trainer.learner.set_owned((1, 2, 4), keep_moments=True, ramp_fresh=True)
     assert all(np.array_equal(trainer.contribution(block), values) for block, values in before.items())
 
 
-@pytest.mark.parametrize("options", [(), EIGHT_BIT])
+@pytest.mark.parametrize("options", [(), MUON])
 def test_it_resumes_bit_for_bit_from_a_checkpoint_of_either_kind(options: tuple[str, ...], tmp_path: Path) -> None:
     config = small_config(*options)
     trainer = halved_trainer(config)
@@ -121,31 +122,40 @@ def test_it_resumes_bit_for_bit_from_a_checkpoint_of_either_kind(options: tuple[
     assert again.train_step(batch_of(1)).loss == loss
 
 
-def steps_of_a_rank(rank: int, options: tuple[str, ...], folder: Path) -> tuple[list[float], list[str], int]:
-    """Losses, hashes of all ranks' values, and how many bytes of masters are there in fp32."""
+def rank_0(ranks: Ranks) -> tuple[list[float], list[str], bool]:
+    """Losses, hashes of all ranks' values, and whether all masters are in halves."""
     torch.set_num_threads(1)
-    config = small_config(*options, "optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3")
-    ranks = connect(Ranks(rank, 2, CPU), dist.FileStore(str(folder / "store"), 2)) if folder.exists() else Ranks()
-    trainer = RankTrainer(config, small_layout(config), ranks, InBf16)
-    losses = []
-    for step, owned in ((0, (1, 4)), (3, (0, 4, 5))):
-        trainer.adopt(owned, step, keep_moments=True)
-        for block in trainer.layout.model_blocks:
-            trainer.load_block(block.index, initial(config).block(block.index) if rank == 0 else None)
-        found = [trainer.train_step(batch_of(step + index)) for index in range(3)]
-        losses += [result.loss for result in found if result is not None]
-    whole = sum(master.untyped_storage().nbytes() for master in masters_of(transformer_of(trainer)))
-    return losses, value_hashes(trainer), whole
+    config = small_config("optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3")
+    with in_bf16():
+        trainer = Trainer(config, small_layout(config), CPU, ranks)
+    losses, hashes = two_rounds(trainer, config), trainer.value_hashes()
+    trainer.close()
+    return losses, hashes, are_away(trainer)
 
 
-@pytest.mark.parametrize("options", [(), ("optimizer.sharding=zero2",)], ids=["ddp", "zero2"])
-def test_two_ranks_train_like_one(options: tuple[str, ...], tmp_path: Path) -> None:
-    alone, _, _ = steps_of_a_rank(0, (), tmp_path / "nowhere")
+def a_rank(rank: int, folder: Path) -> tuple[list[float], list[str], bool]:
+    """The same as a process; rank 1 does what rank 0 says, and knows of its own masters alone."""
+    ranks = connect(Ranks(rank, 2, CPU), dist.FileStore(str(folder / "store"), 2))
+    if rank == 0:
+        return rank_0(ranks)
+    made: list[Trainer] = []
+
+    def make(*given: Any) -> Trainer:
+        made.append(Trainer(*given))
+        return made[0]
+
+    with in_bf16(), patch.object(worker, "Trainer", make):
+        worker.serve(ranks)
+    return [], [], are_away(made[0])
+
+
+def test_two_ranks_train_like_one(tmp_path: Path) -> None:
+    alone, _, _ = rank_0(Ranks())
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        calls = [pool.submit(steps_of_a_rank, rank, options, tmp_path) for rank in range(2)]
-        found = [call.result() for call in calls]
-    for losses, hashes, whole in found:
-        assert losses == pytest.approx(alone, rel=1e-3)
-        assert hashes[0] == hashes[1]
-        assert whole == 0
-    assert found[0][0] == found[1][0]
+        calls = [pool.submit(a_rank, rank, tmp_path) for rank in range(2)]
+        (losses, hashes, is_away_there), (_, _, is_away_here) = [call.result() for call in calls]
+    assert losses == pytest.approx(alone, rel=1e-3)
+    assert len(hashes) == 2
+    assert hashes[0] == hashes[1]
+    assert is_away_there
+    assert is_away_here

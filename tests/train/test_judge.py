@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for step in range(5 * STEPS):
         trainer.train_step(batch_of(step))
     base = Blocks(values_of(trainer))
-    trainer.adopt(OWNED, base, trainer.rank.step)
+    trainer.adopt(OWNED, base, trainer.step)
     for step in range(STEPS):
         trainer.train_step(batch_of(1000 + step))
     columns = {column: trainer.contribution(1 + column) for column in OWNED}

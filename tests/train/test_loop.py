@@ -15,7 +15,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
-from tests.train.small import VOCABULARY, same_bits, small_config, trainer_of, transformer_of, values_of
+from tests.train.small import VOCABULARY, same_bits, small_config, trainer_of, values_of
 
 TOKENS_OF_A_STEP = 8 * 12
 
@@ -62,12 +62,12 @@ def test_it_ends_when_the_lease_is_used_up(dataset: Dataset) -> None:
 def test_it_stops_between_two_steps_when_asked(dataset: Dataset) -> None:
     config = small_config()
     trainer = trainer_of(config)
-    work = run_inner_steps(trainer, local(dataset, config), 100, lambda: trainer.rank.round_steps == 2, ignore)
+    work = run_inner_steps(trainer, local(dataset, config), 100, lambda: trainer.round_steps == 2, ignore)
     assert work.steps == 2
 
 
 def poison(trainer: Trainer) -> None:
-    transformer_of(trainer.rank).norm.weight.detach()[0] = np.inf
+    trainer.learner.model.norm.weight.detach()[0] = np.inf
 
 
 def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: Dataset) -> None:
@@ -86,7 +86,7 @@ def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: 
 def test_what_the_trainer_did_to_save_memory_is_told_once(dataset: Dataset) -> None:
     config, told = small_config(), list[Event]()
     trainer = trainer_of(config)
-    trainer.rank.notes.append("the step is made again with less")
+    trainer.learner.notes.append("the step is made again with less")
     run_inner_steps(trainer, local(dataset, config), 2, never, ignore, told.append)
     assert told == [Warning("the step is made again with less")]
 
@@ -100,10 +100,10 @@ def test_a_step_that_is_given_up_did_not_happen(dataset: Dataset) -> None:
 
     def should_drop(share: float) -> bool:
         asked.append(share)
-        return stopped.rank.round_steps == 2 and share == 0.5
+        return stopped.round_steps == 2 and share == 0.5
 
     work = run_inner_steps(stopped, loader, 4, never, ignore, should_drop=should_drop)
-    assert (work.steps, loader.consumed, stopped.rank.round_steps) == (2, 16, 2)
+    assert (work.steps, loader.consumed, stopped.round_steps) == (2, 16, 2)
     assert asked == [0.25, 0.5, 0.75, 0.25, 0.5, 0.75, 0.25, 0.5]
     run_inner_steps(stopped, loader, 2, never, ignore)
     assert same_bits(values_of(stopped), values_of(whole))

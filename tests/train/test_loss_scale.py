@@ -15,17 +15,16 @@ from tests.train.small import (
     largest_difference,
     small_config,
     trainer_of,
-    transformer_of,
     values_of,
 )
 
 STEPS = 3
 
 
-@pytest.mark.parametrize("options", [(), ("optimizer.gradient_dtype=bf16",), ("optimizer.grad_clip=0.1",)])
+@pytest.mark.parametrize("options", [(), ("optimizer.grad_clip=0.1",)])
 def test_values_are_those_without_a_scale(options: tuple[str, ...]) -> None:
     plain, scaled = (trainer_of(small_config(*options)) for _ in range(2))
-    scaled.rank.loss_scale = LossScale(torch.float16)
+    scaled.learner.loss_scale = LossScale(torch.float16)
     results = [[trainer.train_step(batch_of(seed)) for seed in range(STEPS)] for trainer in (plain, scaled)]
     for left, right in zip(*results, strict=True):
         assert right.loss == pytest.approx(left.loss, rel=1e-6)
@@ -35,7 +34,7 @@ def test_values_are_those_without_a_scale(options: tuple[str, ...]) -> None:
 
 def test_a_gradient_that_is_too_large_is_made_again_with_a_smaller_scale() -> None:
     plain, scaled = (trainer_of(small_config()) for _ in range(2))
-    scale = scaled.rank.loss_scale = LossScale(torch.float16)
+    scale = scaled.learner.loss_scale = LossScale(torch.float16)
     scale.value = 2.0**100  # the squares of a norm are more than fp32 holds
     results = [[trainer.train_step(batch_of(seed)) for seed in range(STEPS)] for trainer in (plain, scaled)]
     assert not any(result.skipped for result in results[1])
@@ -45,21 +44,21 @@ def test_a_gradient_that_is_too_large_is_made_again_with_a_smaller_scale() -> No
 
 def with_nan_gradients(trainer: Trainer) -> None:
     """The loss stays finite, the gradient is not, whatever the scale."""
-    transformer_of(trainer.rank).norm.weight.register_hook(lambda gradient: gradient * math.nan)
+    trainer.learner.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
 
 
 def test_a_loss_that_no_scale_can_cure_is_skipped() -> None:
     trainer = trainer_of(small_config())
-    scale = trainer.rank.loss_scale = LossScale(torch.float16)
+    scale = trainer.learner.loss_scale = LossScale(torch.float16)
     with torch.no_grad():
-        transformer_of(trainer.rank).head.weight[0, 0] = math.inf
+        trainer.learner.model.head.weight[0, 0] = math.inf
     assert trainer.train_step(batch_of(0)).skipped
     assert scale.value == FIRST
 
 
 def test_a_gradient_that_no_scale_can_cure_is_skipped_and_the_scale_halved_once() -> None:
     trainer = trainer_of(small_config())
-    scale = trainer.rank.loss_scale = LossScale(torch.float16)
+    scale = trainer.learner.loss_scale = LossScale(torch.float16)
     with_nan_gradients(trainer)
     for value in (FIRST / 2, FIRST / 4):
         result = trainer.train_step(batch_of(0))
@@ -73,7 +72,7 @@ def test_a_gradient_that_no_scale_can_cure_is_skipped_and_the_scale_halved_once(
 
 def test_a_step_that_is_given_up_leaves_the_scale_as_it_was() -> None:
     trainer, asked = trainer_of(small_config("optimizer.micro_batch_sequences=4")), list[float]()
-    scale = trainer.rank.loss_scale = LossScale(torch.float16)
+    scale = trainer.learner.loss_scale = LossScale(torch.float16)
     with_nan_gradients(trainer)
 
     def should_drop(share: float) -> bool:
@@ -89,7 +88,7 @@ def test_in_fp16_the_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products outside the experts in fp16, by the CPU's own autocast."""
     monkeypatch.setattr(step, "autocast", lambda device: torch.autocast("cpu", torch.float16))
     trainer = trainer_of(small_config("optimizer.lr=0.003"))
-    trainer.rank.loss_scale = LossScale(torch.float16)
+    trainer.learner.loss_scale = LossScale(torch.float16)
     losses = [trainer.train_step(batch_of(0)).loss for _ in range(15)]
     assert losses[-1] < 0.9 * losses[0]
 

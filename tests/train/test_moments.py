@@ -42,7 +42,7 @@ def test_an_owned_set_that_changes_keeps_the_moments_of_what_stays() -> None:
     train(trainer, 3)
     before = {column: group_of(trainer, column) for column in (None, 1, 4)}
     trainer.adopt((0, 4), initial(config), 3)
-    assert trainer.rank.owned == (0, 4)
+    assert trainer.learner.owned == (0, 4)
     assert same_moments(group_of(trainer, None), before[None])
     assert same_moments(group_of(trainer, 4), before[4])
     fresh = group_of(trainer, 0)
@@ -130,7 +130,7 @@ def test_an_interrupted_peer_goes_on_bit_for_bit(interrupted_after: int, tmp_pat
 
     second = trainer_of(config, (2,), step=3)
     second.load_private_state(read_private(tmp_path))
-    assert (second.rank.owned, second.rank.step, second.rank.round_steps) == ((0, 4), 3, interrupted_after)
+    assert (second.learner.owned, second.step, second.round_steps) == ((0, 4), 3, interrupted_after)
     losses += [second.train_step(batch_of(10 + index)).loss for index in range(interrupted_after, 6)]
     assert losses == expected
     assert same_bits(values_of(second), values_of(whole))
@@ -139,10 +139,10 @@ def test_an_interrupted_peer_goes_on_bit_for_bit(interrupted_after: int, tmp_pat
 def test_a_state_to_be_saved_takes_no_memory() -> None:
     trainer = trainer_of(small_config())
     train(trainer, 1)
-    saved, own = trainer.private_state()["groups"], trainer.rank.optimizer.groups
+    saved, own = trainer.private_state()["groups"], trainer.learner.optimizer.groups
     for group, trained in zip(saved, own, strict=True):
         for name, entry in group["tensors"].items():
-            assert entry["value"].data_ptr() == trained.tensors[name].data_ptr()
+            assert entry["value"].data_ptr() == trained.tensors[name].values.data_ptr()
             assert entry["exp_avg"].data_ptr() == trained.moments[name]["exp_avg"].data_ptr()
 
 

@@ -37,22 +37,21 @@ def test_a_step_is_the_formula_for_each_matrix_and_adamw_for_the_rest(monkeypatc
     monkeypatch.setattr(muon, "STACK_VALUES", 300)
     config = small_config(MUON, "optimizer.grad_clip=0.5", "optimizer.weight_decay=0.2")
     trainer = trainer_of(config)
-    rank = trainer.rank
-    values = {(g.column, n): v.double().numpy().copy() for g, n, v in rank.trained_tensors()}
+    learner = trainer.learner
+    values = {(g.column, n): v.double().numpy().copy() for g, n, v in learner.trained_tensors()}
     momenta = {key: np.zeros_like(value) for key, value in values.items()}
     squares = {key: np.zeros_like(value) for key, value in values.items()}
     found: dict[tuple[int | None, str], NDArray[np.float64]] = {}
-    update = rank.optimizer.step
+    update = learner.optimizer.step
 
     def look(lr: float) -> None:
-        for group in rank.optimizer.groups:
-            for name, parameter in group.tensors.items():
-                master, index = rank.optimizer._masters.get(id(parameter), (parameter, ...))
-                assert master.grad is not None
-                found[group.column, name] = master.grad[index].double().numpy().copy()
+        for group in learner.optimizer.groups:
+            for name, place in group.tensors.items():
+                assert place.gradient is not None
+                found[group.column, name] = place.gradient.double().numpy().copy()
         update(lr)
 
-    monkeypatch.setattr(rank.optimizer, "step", look)
+    monkeypatch.setattr(learner.optimizer, "step", look)
     matrices = 0
     for step in range(1, 4):
         trainer.train_step(batch_of(step))
@@ -74,7 +73,7 @@ def test_a_step_is_the_formula_for_each_matrix_and_adamw_for_the_rest(monkeypatc
                 w -= lr * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
     layers, owned = config.model.num_layers, 2
     assert matrices == 3 * layers * (4 + 3 * owned)
-    for group, name, trained in rank.trained_tensors():
+    for group, name, trained in learner.trained_tensors():
         np.testing.assert_allclose(trained.numpy(), values[group.column, name], atol=2e-5)
 
 
@@ -110,11 +109,11 @@ def test_four_bytes_a_value_are_kept_of_matrices_as_planned() -> None:
     config = small_config(MUON)
     trainer = trainer_of(config)
     trainer.train_step(batch_of(0))
-    sizes = {(group.column, name): values.numel() for group, name, values in trainer.rank.trained_tensors()}
+    sizes = {(group.column, name): values.numel() for group, name, values in trainer.learner.trained_tensors()}
     thin = sum(size for (column, name), size in sizes.items() if column is not None or ".attention." in name)
     norms = sum(size for (_, name), size in sizes.items() if ".attention." in name and "norm" in name)
-    assert trainer.rank.held.moments == 4 * (thin - norms) + 8 * (sum(sizes.values()) - thin + norms)
-    assert predict(Workload.of(config, 2)).parts[OPTIMIZER] == trainer.rank.held.moments
+    assert trainer.learner.held.moments == 4 * (thin - norms) + 8 * (sum(sizes.values()) - thin + norms)
+    assert predict(Workload.of(config, 2)).parts[OPTIMIZER] == trainer.learner.held.moments
 
 
 def test_it_learns() -> None:

@@ -45,9 +45,9 @@ def test_the_fastest_is_taken_and_nothing_else_changes(
     plain = trainer_of(small_config(f"optimizer.micro_batch_sequences={fastest}"))
     timed.sizes_to_time = (4, 2, 1)
     results = [[trainer.train_step(batch_of(seed)).loss for seed in range(2)] for trainer in (timed, plain)]
-    assert timed.rank.config.optimizer.micro_batch_sequences == fastest
+    assert timed.learner.config.optimizer.micro_batch_sequences == fastest
     assert results[0] == results[1]
     assert largest_difference(values_of(timed), values_of(plain)) == 0
-    notes = timed.take_notes()
+    notes = timed.learner.take_notes()
     assert len(notes) == (fastest != 4)
     assert all(f"micro-batches of {fastest} sequences" in note for note in notes)

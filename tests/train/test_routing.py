@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spes_p2p.model.router import Router, Routing
 from spes_p2p.train.routing import LoadMeter
 from spes_p2p.train.step import StepResult
-from tests.train.small import batch_of, small_config, trainer_of, transformer_of
+from tests.train.small import batch_of, small_config, trainer_of
 
 RESULT = StepResult(7, 2.0, 1.0, 1.0, 1.0, 96, 0.5, 1e-3, 0.1, False, ((4, 0, 4), (8, 0, 0)))
 
@@ -26,14 +26,14 @@ def test_a_step_counts_where_its_tokens_went(micro: int) -> None:
     def note(router: nn.Module, inputs: object, routing: Routing) -> None:
         seen.setdefault(router, []).append(routing.expert_TK.flatten())
 
-    for module in transformer_of(trainer.rank).modules():
+    for module in trainer.learner.model.modules():
         if isinstance(module, Router):
             module.register_forward_hook(note)
     batch = batch_of(0, masked=(0, 1))
     counts = trainer.train_step(batch).expert_counts
     by_hand = [torch.bincount(torch.cat(chosen), minlength=6).tolist() for chosen in seen.values()]
     assert [list(layer) for layer in counts] == by_hand
-    assert {sum(layer) for layer in counts} == {batch.tokens.size * trainer.rank.config.model.top_k}
+    assert {sum(layer) for layer in counts} == {batch.tokens.size * trainer.learner.config.model.top_k}
 
 
 def test_steps_add_up_to_a_load_over_an_even_share() -> None:

@@ -86,7 +86,7 @@ def test_a_frozen_rank_is_named_within_a_time_learnt_from_its_steps(monkeypatch:
         trainer.train_step(batch_of(0))
         (pid,) = ranks.pids
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(SpesError, match=r"local rank 1 was stopped by a signal: no answer for \d+ s; train_step"):
+        with pytest.raises(SpesError, match=r"local rank 1 was stopped by a signal: no answer for \d+ s; inner_step"):
             trainer.train_step(batch_of(0))
         trainer.close()
     assert not psutil.pid_exists(pid)
