@@ -12,7 +12,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 
 @dataclass(frozen=True, order=True)
