@@ -17,12 +17,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
 from packaging.requirements import Requirement
 
 from spes_p2p.swarm import hivemind_backend
@@ -31,6 +34,7 @@ from spes_p2p.swarm.hivemind_backend.dial import parse_address
 USED = {
     "_child",
     "_client",
+    "_ext_types",
     "_pending_calls",
     "_read_task",
     "_terminate",
@@ -55,6 +59,11 @@ def test_no_other_private_name_is_used() -> None:
     sources = Path(hivemind_backend.__file__).parent.glob("*.py")
     found = {name for path in sources for name in private_names(ast.parse(path.read_text()))}
     assert {name for name in found if name.startswith("_") and not name.startswith("__")} == USED
+
+
+def test_a_dictionary_of_records_is_packed_under_the_code_that_is_asked_for() -> None:
+    packed = msgpack.unpackb(MSGPackSerializer.dumps(DictionaryDHTValue()))
+    assert packed.code == MSGPackSerializer._ext_types[DictionaryDHTValue]
 
 
 def test_the_next_minor_version_is_not_taken_unseen() -> None:

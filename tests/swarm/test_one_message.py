@@ -31,6 +31,7 @@ from spes_p2p.swarm.hivemind_backend.network import MAX_MESSAGE_BYTES
 from spes_p2p.swarm.hivemind_backend.reach import DIAL_BACK_NAME
 from spes_p2p.swarm.hivemind_backend.storage import FIND, MOST_ASKED_KEYS, PING, STORE
 from spes_p2p.swarm.records import heads_key
+from tests.swarm.micro import is_daemon
 from tests.swarm.test_hivemind_backend import LOOPBACK, Child, child
 
 pytestmark = [pytest.mark.swarm, pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")]
@@ -168,7 +169,7 @@ def test_a_daemon_that_keeps_half_sent_messages_is_replaced_and_the_node_stays(t
         async with stranger(node) as one:
             p2p = one.network.daemon.p2p
             for _ in range(streams):
-                if not first.is_running():
+                if not is_daemon(first):
                     break
                 with contextlib.suppress(P2PDaemonError, OSError):  # it is ended while it is sent to
                     _, _, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(node.peer), CALL)
@@ -176,7 +177,7 @@ def test_a_daemon_that_keeps_half_sent_messages_is_replaced_and_the_node_stays(t
                     async with asyncio.timeout(ANSWER_SECONDS):
                         await writer.drain()
             async with asyncio.timeout(ANSWER_SECONDS):
-                while first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
+                while is_daemon(first):
                     await asyncio.sleep(0.1)
         async with asyncio.timeout(ANSWER_SECONDS):
             while True:
