@@ -39,7 +39,7 @@ def run_config(**model: Any) -> Config:
         "data": {"sequence_length": 32},
         "optimizer": {"lr": 1e-3, "batch_sequences": 2},
         "scheduler": {"warmup_steps": 1, "total_steps": 10},
-        "sync": {"steps_per_round": 5, "tile_values": 256},
+        "sync": {"steps_per_round": 5, "tile_values": 512},
         "swarm": {"experts_per_peer": 8},
     }
     return config_from_tree(tree)
