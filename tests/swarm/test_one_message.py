@@ -186,7 +186,7 @@ def test_a_daemon_that_keeps_half_sent_messages_is_replaced_and_the_node_stays(t
                         assert await another.network.transport.call(node.peer, b"hello", 5.0)
                         return
 
-    with child("--strangers", "--daemon-bytes", str(150 * MIB)) as node:
+    with child("--strangers", "--daemon-bytes", str(100 * MIB)) as node:
         thread.run(scenario(node))
 
 

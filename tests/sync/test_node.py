@@ -16,7 +16,7 @@ def test_rounds_of_the_published_models_fit_into_messages(name: str) -> None:
     check_sizes(config, state_layout(config))
 
 
-@pytest.mark.parametrize("change", ["sync.tile_values=65536", "sync.slice_tiles=2"])
+@pytest.mark.parametrize("change", ["sync.tile_values=131072", "sync.slice_tiles=2"])
 def test_a_model_in_too_many_small_parts_is_refused_before_it_trains(change: str) -> None:
     config = load_config(bundled_config("spes-7b"), [change])
     with pytest.raises(ConfigError, match="a round's result would take") as error:
