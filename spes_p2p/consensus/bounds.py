@@ -29,8 +29,10 @@ def is_sane_work(work: Work) -> bool:
 
 def is_sane_intent(intent: Intent, columns: int) -> bool:
     """Whether it claims no more than there is, and says nothing that cannot be."""
+    named = [*intent.claims, *intent.releases]
     return (
-        max(len(intent.claims), len(intent.releases)) <= columns
+        len(named) == len({*named})
+        and all(0 <= column < columns for column in named)
         and intent.link_class in LINK_CLASSES
         and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
         and len(intent.vouches) <= MAX_VOUCHED

@@ -14,7 +14,6 @@ from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import (
     LINK_CLASSES,
-    MAX_MEMBERS,
     MAX_VOUCHED,
     most_new,
     newest_roll,
@@ -25,6 +24,7 @@ from spes_p2p.consensus.membership import (
 )
 from spes_p2p.consensus.messages import Plan
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, derived, merge_alpha_for
+from spes_p2p.consensus.sizes import most_members
 from spes_p2p.consensus.turns import Ranges, due_columns
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
@@ -81,9 +81,9 @@ def _check_members(rules: RunRules, parent: Manifest, ledger: Ledger, child: Man
     stay, too_many = set(parent.vouched) - set(child.banned), len(child.vouched) > MAX_VOUCHED
     if not stay <= set(child.vouched) or [*child.vouched] != sorted({*child.vouched} - {*child.banned}) or too_many:
         raise RemoteProtocolError(f"manifest of round {child.round}: for whom electors vouch does not follow")
-    if len(names) > MAX_MEMBERS:
+    if len(names) > (most := most_members(rules)):
         raise RemoteProtocolError(
-            f"manifest of round {child.round}: {len(names)} members, but at most {MAX_MEMBERS} are allowed"
+            f"manifest of round {child.round}: {len(names)} members, but at most {most} are allowed"
         )
     if not names or names != sorted(set(names)):
         raise RemoteProtocolError(

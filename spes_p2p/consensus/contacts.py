@@ -8,7 +8,7 @@ from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import Status
 from spes_p2p.consensus.part import Part
-from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_REMEMBERED
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_FORMER, MOST_REMEMBERED
 from spes_p2p.ids import Hash, PeerId
 
 
@@ -90,11 +90,13 @@ class Contacts(Part):
         return any(s.head == self._state.round.tip_hash and index < len(s.staged) and s.staged[index] for s in statuses)
 
     def has_room_for(self, peer: PeerId, now: float) -> bool:
-        """Whether to keep a contact for `peer`: members always; a new stranger may replace a silent one."""
-        named = {member.peer for member in self._state.tip.members}
-        if peer in named:
+        """Whether to keep a contact for `peer`: always for a member, for who was one lately or is trusted, however many
+        strangers there are; a new one of these may replace a silent one."""
+        known = {member.peer for member in self._state.tip.members} | self._others.named.keys()
+        admission = self._state.admission()
+        if peer in known or admission.is_trusted(peer):
             return True
-        strangers = [other for other in self._others.contacts if other not in named]
+        strangers = [p for p in self._others.contacts if p not in known and not admission.is_trusted(p)]
         if len(strangers) < MAX_NEWCOMERS:
             return True
         longest = min(strangers, key=lambda other: self._others.contacts[other].at)
@@ -102,6 +104,18 @@ class Contacts(Part):
             return False
         self.forget(longest)
         return True
+
+    def note_members(self) -> None:
+        """Remembers who was a member, and for how many rounds; of too many former ones those of the fewest go.
+
+        So who has been here for long is not forgotten for keys that come and go.
+        """
+        rounds, members = self._others.named, {member.peer for member in self._state.tip.members}
+        for peer in sorted(members):
+            rounds[peer] = rounds.pop(peer, 0) + 1
+        gone = [peer for peer in rounds if peer not in members]
+        for peer in sorted(gone, key=lambda one: rounds[one])[: max(0, len(gone) - MOST_FORMER)]:
+            del rounds[peer]
 
     def forget(self, peer: PeerId) -> None:
         """Of a peer that is no member and was not heard for long nothing is kept."""

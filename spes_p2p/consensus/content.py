@@ -12,13 +12,13 @@ from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
     DecayOrder,
+    Declaration,
     DegradedProposal,
     DegradedVote,
     Plan,
     Precommit,
     Prevote,
     Proposal,
-    Ready,
     Report,
     Signed,
     Status,
@@ -74,14 +74,14 @@ def says(signed: Signed[Prevote] | Signed[Precommit] | Signed[Proposal]) -> tupl
 @dataclass(frozen=True)
 class Statements:
     """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
-    they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
+    they own from `declarations`, one each, the roster from these and, where somebody says something else by now,
     `ready`. `decay` is beside the manifest that takes it up, and later ones do without; so is `roll`. Who is banned
     from now on follows from `accusations`, from `equivocations` and, as what came of audits does, from `verdicts`.
     """
 
-    ready: tuple[Signed[Ready], ...]
+    ready: tuple[Signed[Declaration], ...]
     reports: tuple[Signed[Report], ...]
-    statuses: tuple[Signed[Status], ...]
+    declarations: tuple[Signed[Declaration], ...]
     decay: Signed[DecayOrder] | None = None
     roll: Signed[Roll] | None = None
     accusations: tuple[Signed[Accusation], ...] = ()
@@ -113,7 +113,7 @@ class Envelope:
     sender: PeerId
     statuses: tuple[Signed[Status], ...] = ()
     plan: Signed[Plan] | None = None
-    ready: tuple[Signed[Ready], ...] = ()
+    ready: tuple[Signed[Declaration], ...] = ()
     reports: tuple[Signed[Report], ...] = ()
     accusations: tuple[Signed[Accusation], ...] = ()
     verdicts: tuple[Signed[Verdict], ...] = ()

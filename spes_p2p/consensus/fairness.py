@@ -181,7 +181,7 @@ class Fairness(Part):
 
     def _dropped(self, content: Content, now: float) -> Iterator[PeerId]:
         """Members that were there well before, and are not named; not those whose own newer words say why."""
-        manifest, said = content.manifest, {signed.author: signed.value for signed in content.statements.statuses}
+        manifest, said = content.manifest, {signed.author: signed.value for signed in content.statements.declarations}
         admission = self._rules.admission(manifest.roll, manifest.banned)
         named = {member.peer for member in manifest.members}
         since = self._proposed_at(content) - 2 * self._pace.heartbeat_seconds
@@ -203,7 +203,7 @@ class Fairness(Part):
         if contact is None or contact.at == NEVER or contact.status.incarnation != member.incarnation:
             return False
         silence = self._proposed_at(content) - contact.at
-        words = {signed.author: signed.value for signed in content.statements.statuses}.get(member.peer)
+        words = {signed.author: signed.value for signed in content.statements.declarations}.get(member.peer)
         is_old = words is not None and words.mark <= contact.status.mark
         return is_old and silence > self._pace.suspect_seconds + self._pace.deadline_seconds(0)
 

@@ -39,7 +39,7 @@ from spes_p2p.consensus.voting import Voting
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 
-MAX_REASON = 200
+MAX_REASON = 64
 """Characters of the reason for which somebody was left out of a slice."""
 K = TypeVar("K")
 Vote = TypeVar("Vote")

@@ -9,12 +9,12 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Roll, electors, leader_order
-from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Work
+from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Work, declared
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import MAX_SEEDS, Identity, RoundState
-from spes_p2p.consensus.statements import is_newer_roll, ready_of
+from spes_p2p.consensus.statements import is_newer_roll
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.vote import Vote
@@ -48,6 +48,7 @@ class Lifecycle(Part):
             self._others.asked_in_vain.pop(self._others.asked_last, None)
             self._others.asked_last = None
         self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
+        self._contacts.note_members()
         named = {member.peer for member in tip.members}
         self._others.kept_waiting -= {entry.peer for entry in tip.roster}
         for known in (self._others.evidence, self._others.equivocations, self._others.leaving_since):
@@ -56,8 +57,7 @@ class Lifecycle(Part):
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
             self._contacts.forget(peer)
         for contact in self._others.contacts.values():
-            if (ready := ready_of(contact.signed)) is not None:
-                self._round_plan.hear_ready(ready, now)
+            self._round_plan.hear_ready(declared(contact.signed), now)
             if contact.status.head == self._state.tip_hash:
                 self._state.note_here(contact.status, now)
         self._work_audits.enter()

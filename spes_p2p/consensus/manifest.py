@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from spes_p2p.consensus.membership import Member, Roll
+from spes_p2p.consensus.membership import Member, Roll, trainers
 from spes_p2p.data.leases import Leases
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership
@@ -112,6 +113,11 @@ class Manifest:
     banned: tuple[PeerId, ...] = ()
     audited: tuple[Audited, ...] = ()
     vouched: tuple[PeerId, ...] = ()
+
+    @cached_property
+    def training(self) -> frozenset[tuple[PeerId, int]]:
+        """Who trains in the next round, each in its incarnation."""
+        return frozenset((member.peer, member.incarnation) for member in trainers(self.members))
 
     def tile_ids_of(self, peer: PeerId) -> frozenset[int]:
         """Tiles that its values went into."""

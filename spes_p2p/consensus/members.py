@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.membership import trainers
-from spes_p2p.consensus.messages import Intent, Ready, Signed, Status, plan_hash
+from spes_p2p.consensus.membership import rank, trainers
+from spes_p2p.consensus.messages import Declaration, Intent, Signed, Status, declared, plan_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.statements import ready_for
+from spes_p2p.consensus.statements import is_sane_declaration
 from spes_p2p.ids import NO_HASH, PeerId
 
 
@@ -43,26 +43,14 @@ class Members(Part):
             unheard=self._contacts.unheard(),
             moved=current.moved,
             life=self._own.life,
-            ready_signature=own.signature if (own := self.own_ready()) else b"",
         )
-
-    def own_ready(self) -> Signed[Ready] | None:
-        """What we have trained, signed once; None while we train on, or where it is nothing."""
-        current = self._state.round
-        ready = ready_for(self._rules.fingerprint, current.tip_hash, self._me, self._own.incarnation, current.work)
-        if ready is None:
-            return None
-        if current.own_ready is None or current.own_ready.value != ready:
-            current.own_ready = self._state.identity.sealer.seal(ready)
-        return current.own_ready
 
     def announced_intent(self) -> Intent:
         told, measured = self._own.intent.uplink_bytes_per_second, self._own.uplink_bytes_per_second
         uplink = min(told, measured) if told and measured else told or measured
         can_vote = self._own.intent.can_vote and self._liveness.can_be_counted_on(self._pace, self._state.last_event)
-        if (uplink, can_vote) == (told, self._own.intent.can_vote):
-            return self._own.intent
-        return replace(self._own.intent, uplink_bytes_per_second=uplink, can_vote=can_vote)
+        vouches = self._own.intent.vouches if self._state.is_elector() and self._rules.by_vouch else ()
+        return replace(self._own.intent, uplink_bytes_per_second=uplink, can_vote=can_vote, vouches=vouches)
 
     def members_here(self, now: float) -> list[Status]:
         """Statuses of living members on our head, ours included."""
@@ -101,16 +89,40 @@ class Members(Part):
         self._own.sequence += 1
         self._own.status = self._state.identity.sealer.seal(self.own_status())
 
-    def statuses(self, now: float) -> list[Signed[Status]]:
-        """The newest words of all who live, ours included: next members follow from them."""
+    def own_declaration(self) -> Signed[Declaration]:
+        """What we have trained and want, signed; said anew where it is something else by now."""
         if self._own.status is None or not self._still_holds(self._own.status.value):
             self.speak()
         assert self._own.status is not None
+        return declared(self._own.status)
+
+    def declarations(self, now: float) -> list[Signed[Declaration]]:
+        """The newest of all who live and whom the next manifest may name, ours included: next members follow from them.
+
+        Members come first, electors before others; then newcomers, as far as they may vote, and strangers last, in the
+        order in which they are named (see `members_after`).
+        """
+        tip, admission = self._state.tip, self._state.admission()
+        members = {member.peer for member in tip.members}
         others = self._others.contacts.items()
-        return [self._own.status, *(contact.signed for peer, contact in others if self._contacts.alive(peer, now))]
+        known = [self.own_declaration(), *(declared(c.signed) for peer, c in others if self._contacts.alive(peer, now))]
+        named = [one for one in known if is_sane_declaration(self._rules, tip, one.value)]
+        here = [one for one in named if one.author in members or self._would_join(one.value)]
+
+        def place(one: Signed[Declaration]) -> tuple[bool, bool, bool, bytes]:
+            peer = one.author
+            is_vouched = admission.by_vouch and admission.may_vote(peer)
+            turn = rank(self._state.tip_hash, peer)
+            return peer not in self._state.electors, peer not in members, not is_vouched, turn
+
+        return sorted(here, key=place)
 
     def _still_holds(self, said: Status) -> bool:
-        """Whether we would say the same of what next members hang on."""
-        return (said.head, said.incarnation, said.intent) == (
-            self._state.tip_hash, self._own.incarnation, self.announced_intent()
+        """Whether we would declare the same."""
+        current = self._state.round
+        return (said.head, said.incarnation, said.intent, said.work) == (
+            current.tip_hash, self._own.incarnation, self.announced_intent(), current.work
         )  # fmt: skip
+
+    def _would_join(self, said: Declaration) -> bool:
+        return said.head == self._state.tip_hash and said.intent.joining and not said.intent.leaving

@@ -88,8 +88,12 @@ class Admission:
     epoch: Hash = NO_HASH
 
     def may_vote(self, peer: PeerId) -> bool:
+        return not self.by_vouch or self.is_trusted(peer)
+
+    def is_trusted(self, peer: PeerId) -> bool:
+        """Whether somebody vouches for it whose word counts, wherever who votes is asked."""
         by_roll = self.roll.vouched if self.roll is not None else ()
-        return not self.by_vouch or peer == self.organiser or peer in by_roll or peer in self.vouched
+        return peer == self.organiser or peer in by_roll or peer in self.vouched
 
     def drawn(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
         """Of those who may vote the ones that do."""

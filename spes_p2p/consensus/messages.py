@@ -7,10 +7,11 @@ round and are forgotten with it. A message that must be trusted travels as `Sign
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, content_hash
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.wire import pack
 
 T = TypeVar("T")
@@ -134,20 +135,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A member has trained this on top of `parent`, and waits for it to be counted: what a roster follows from."""
-
-    fingerprint: Hash
-    parent: Hash
-    peer: PeerId
-    incarnation: int
-    tokens: int
-    steps: int
-    sequences: int
-    commitment: Hash = NO_HASH
-
-
-@dataclass(frozen=True)
 class Intent:
     """What a peer wants: to take part, to leave, which columns; and what it can offer.
 
@@ -185,6 +172,29 @@ class Ballots:
 
 
 @dataclass(frozen=True)
+class Declaration:
+    """The part of a status that manifests follow from: what a peer trained on top of `head`, and what it wants.
+
+    It is small whatever else the status says, of which it has but the hash, `rest`; the signature under the status is
+    that under this (see `signing_bytes`), so it travels alone where the rest does not matter.
+    """
+
+    fingerprint: Hash
+    peer: PeerId
+    incarnation: int
+    sequence: int
+    head: Hash
+    work: Work
+    intent: Intent
+    rest: Hash
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Of two of one peer the one with the higher mark is newer."""
+        return self.incarnation, self.sequence
+
+
+@dataclass(frozen=True)
 class Status:
     """What every peer keeps telling. A later `sequence` of the same incarnation replaces the earlier one.
 
@@ -192,8 +202,7 @@ class Status:
     `plan`, `reports` (one byte a slice of the plan) and `proposal` (the newest ballot) say what it has, so that others
     send what it lacks; `lacks` names manifests whose content it needs; `staged` (one byte a slice) says which slices it
     can serve. `unheard` are electors that do not reach it. `moved` grows while bytes of this round move at it. `life`
-    tells one life of its process from another. `ready_signature` is its signature under the `Ready` that the above
-    says, once its work is.
+    tells one life of its process from another. Others than their author pass on its `declaration` alone.
     """
 
     fingerprint: Hash
@@ -213,12 +222,22 @@ class Status:
     unheard: tuple[PeerId, ...] = ()
     moved: int = 0
     life: int = 0
-    ready_signature: bytes = b""
 
     @property
     def mark(self) -> tuple[int, int]:
         """Of two words of one peer the one with the higher mark is newer."""
         return self.incarnation, self.sequence
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        rest = (
+            self.round, self.ballots, self.plan, self.reports, self.staged, self.proposal, self.lacks, self.unheard,
+            self.moved, self.life,
+        )  # fmt: skip
+        return Declaration(
+            self.fingerprint, self.peer, self.incarnation, self.sequence, self.head, self.work, self.intent,
+            sha256(pack(rest)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -366,6 +385,15 @@ class Commit:
     manifest: Manifest
 
 
+def declared(signed: Signed[Status]) -> Signed[Declaration]:
+    """The part of a status that manifests follow from, under the same signature."""
+    return Signed(signed.value.declaration, signed.author, signed.public_key, signed.signature)
+
+
 def signing_bytes(value: Any) -> bytes:
-    """The bytes that a signature covers: the type keeps one kind of message from being read as another."""
-    return pack((type(value).__name__, value))
+    """The bytes that a signature covers: the type keeps one kind of message from being read as another.
+
+    Those of a status are its declaration's, which has the hash of the rest.
+    """
+    said = value.declaration if isinstance(value, Status) else value
+    return pack((type(said).__name__, said))

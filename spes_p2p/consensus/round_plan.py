@@ -13,9 +13,10 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import LINK_PUBLIC, trainers, weightless
-from spes_p2p.consensus.messages import Plan, Ready, Signed, Status, Work
+from spes_p2p.consensus.messages import Declaration, Plan, Signed, Status, Work
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.rules import capped_tokens, counts
+from spes_p2p.consensus.sizes import plan_fits
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.consensus.state import MOST_READY
 from spes_p2p.consensus.statements import contribution, members_after
@@ -66,7 +67,7 @@ class RoundPlan(Part):
         if current.closing < 0 or not self._all_stopped(now):
             return False
         self._note_late(now)
-        self.take(self._state.identity.sealer.seal(self._make_plan(self._roster(now), now)), now)
+        self.take(self._state.identity.sealer.seal(self._plan_that_fits(self._roster(now), now)), now)
         self._own.has_news = True
         return True
 
@@ -189,6 +190,19 @@ class RoundPlan(Part):
         entries = (capped_tokens(self._rules, self._state.tip, entry) for entry in said)
         return tuple(sorted(entry for entry in entries if entry in self._state.round.ready))
 
+    def _plan_that_fits(self, roster: tuple[Contribution, ...], now: float) -> Plan:
+        """Counts fewer where nobody could be told of all: electors stay, then those that the last round counted."""
+        tip = self._state.tip
+        before = {entry.peer for entry in tip.roster}
+        order = sorted(
+            roster, key=lambda entry: (entry.peer not in self._state.electors, entry.peer not in before, entry)
+        )
+        while True:
+            plan = self._make_plan(tuple(sorted(order)), now)
+            if len(order) <= 1 or plan_fits(self._rules, tip, order, plan.slices):
+                return plan
+            del order[max(1, len(order) * 3 // 4) :]
+
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         intents = {peer: contact.status.intent for peer, contact in self._others.contacts.items()}
         intents[self._me] = self._members.announced_intent()
@@ -217,8 +231,8 @@ class RoundPlan(Part):
         if every == 1:
             return due
         due |= {column for column, last in enumerate(self._state.tip.column_rounds) if round - last >= every}
-        statuses = (signed.value for signed in self._members.statuses(now))
-        _, wishes = members_after(self._state.tip, statuses, (), self._state.admission())
+        said = (signed.value for signed in self._members.declarations(now))
+        _, wishes = members_after(self._state.tip, said, (), self._state.admission())
         then = assign(ownership, wishes, self._rules.target_replicas)
         return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
 
@@ -252,10 +266,10 @@ class RoundPlan(Part):
             current.ready_at = now
             current.progress_at = now
         current.work = told(work)
-        if (own := self._members.own_ready()) is not None:
-            self.hear_ready(own, now)
+        if work.ready:
+            self.hear_ready(self._members.own_declaration(), now)
 
-    def hear_ready(self, signed: Signed[Ready], now: float) -> None:
+    def hear_ready(self, signed: Signed[Declaration], now: float) -> None:
         """Keeps what a member says that it trained on top of our tip, by the roster entry that follows from it."""
         current = self._state.round
         entry = contribution(self._rules, current.tip, signed.value)

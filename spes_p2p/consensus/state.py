@@ -24,11 +24,11 @@ from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
     DecayOrder,
+    Declaration,
     DegradedProposal,
     DegradedVote,
     Intent,
     Plan,
-    Ready,
     Report,
     Sealer,
     Signed,
@@ -45,6 +45,8 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 MAX_NEWCOMERS = 64
+MOST_FORMER = 64
+"""Peers that are no members any more for which there is room beside those."""
 MOST_VOTES = 8
 """Most votes of one kind, and most proposals, kept per elector and round, besides those that bind somebody."""
 MOST_READY = 16
@@ -136,6 +138,7 @@ class Others:
     who was wrong. `equivocations`: who voted twice.
     `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie.
     `leaving_since`: for members that said they leave, the tip on which they said so first, in the same runs.
+    `named`: for how many rounds each was a member, of those who are and who were lately.
     `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
     """
 
@@ -161,6 +164,7 @@ class Others:
     votes_before: HeardVotes | None = None
     false_accusers: set[PeerId] = field(default_factory=set)
     leaving_since: dict[PeerId, Hash] = field(default_factory=dict)
+    named: dict[PeerId, int] = field(default_factory=dict)
     heard_since: dict[PeerId, Moment] = field(default_factory=dict)
 
 
@@ -184,7 +188,7 @@ class RoundState:
     could be had last by anybody's word, `held_at` by that of an elector; `given_up` are children that were lost.
     `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
     `offered`: degraded children that others made, and that may not be taken as yet.
-    `ready` is what members said that they trained, by the roster entry that follows from it, and `own_ready` our own.
+    `ready` is what members said that they trained, by the roster entry that follows from it.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
     `refused` those that do not follow from the tip, or name tiles that no mean gives.
     `drawn` and `doubted` are slices of the plan that we make again, `auditing` the report that we are at, `audited`
@@ -207,8 +211,7 @@ class RoundState:
     progress_at: Moment
     work: Work = field(default_factory=Work)
     ready_at: Moment | None = None
-    ready: dict[Contribution, Signed[Ready]] = field(default_factory=dict)
-    own_ready: Signed[Ready] | None = None
+    ready: dict[Contribution, Signed[Declaration]] = field(default_factory=dict)
     close_asked: bool = False
     closing: int = -1
     closed_at: Moment | None = None

@@ -1,8 +1,8 @@
 """A manifest as a function of its parent and of signed statements: leaders make it, and electors make it again.
 
-The roster follows from what members said that they trained (`Ready`), the slices from what reducers said that they
-reduced (`Report`), next members, ownership and leases from what peers said of themselves (`Status`). A leader chooses
-whose words it has heard, and nothing else; the roots are checked by computing the state. What the organiser has
+The roster follows from what members said that they trained, next members, ownership and leases from what peers said
+that they want (`Declaration`, for both), the slices from what reducers said that they reduced (`Report`). A leader
+chooses whose words it has heard, and nothing else; the roots are checked by computing the state. What the organiser has
 signed of the learning rate (`DecayOrder`) is taken up once.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
+from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent, is_sane_work
 from spes_p2p.consensus.content import Content, Equivocation, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Ledger
@@ -20,6 +20,7 @@ from spes_p2p.consensus.membership import (
     EVERYBODY,
     FAILED,
     MAX_MANIFEST_BANS,
+    MAX_MEMBERS,
     MAX_VOUCHED,
     PASSED,
     WITHHELD,
@@ -30,30 +31,31 @@ from spes_p2p.consensus.membership import (
     next_members,
     rank,
     still_banned,
-    trainers,
     weightless,
 )
-from spes_p2p.consensus.messages import Accusation, DecayOrder, Ready, Signed, Status, Verdict, Work
+from spes_p2p.consensus.messages import Accusation, DecayOrder, Declaration, Signed, Verdict
 from spes_p2p.consensus.probation import drawn_auditors, outcome_of
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
+from spes_p2p.consensus.sizes import most_members
 from spes_p2p.consensus.standing import failed_too_often, findings_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
 
 
-def contribution(rules: RunRules, parent: Manifest, ready: Ready) -> Contribution | None:
+def contribution(rules: RunRules, parent: Manifest, said: Declaration) -> Contribution | None:
     """What a roster says of this work; None where it is not what a member trained on top of `parent`."""
-    trains = {(member.peer, member.incarnation) for member in trainers(parent.members)}
-    counts = (ready.tokens, ready.steps, ready.sequences)
-    is_sane = min(ready.tokens, ready.steps) > 0 and ready.sequences >= 0 and max(counts) < MAX_COUNT
-    is_sane &= len(ready.commitment) == len(NO_HASH) and (ready.commitment != NO_HASH) == (rules.audited_share > 0)
-    if (ready.fingerprint, ready.parent) != (rules.fingerprint, manifest_hash(parent)) or not is_sane:
+    work = said.work
+    if not work.ready or min(work.tokens, work.steps) <= 0 or not is_sane_work(work):
         return None
-    if (ready.peer, ready.incarnation) not in trains:
+    if (work.commitment != NO_HASH) != (rules.audited_share > 0):
         return None
-    said = Contribution(ready.peer, ready.tokens, ready.steps, ready.sequences, ready.commitment)
-    entry = capped_tokens(rules, parent, said)
+    if (said.fingerprint, said.head) != (rules.fingerprint, manifest_hash(parent)):
+        return None
+    if (said.peer, said.incarnation) not in parent.training:
+        return None
+    claimed = Contribution(said.peer, work.tokens, work.steps, work.sequences, work.commitment)
+    entry = capped_tokens(rules, parent, claimed)
     return entry if min(entry.tokens, entry.steps) > 0 else None
 
 
@@ -78,13 +80,15 @@ def owners_ahead(
 
 def members_after(
     parent: Manifest,
-    statuses: Iterable[Status],
+    declarations: Iterable[Declaration],
     needed: Collection[PeerId] = (),
     admission: Admission = EVERYBODY,
+    most: int = MAX_MEMBERS,
 ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
-    """Who is a member after this round, and what they want: everyone of `statuses` and newcomers, but no leavers.
+    """Who is a member after this round, and what they want: everyone who said anything, newcomers too, but no leavers.
 
-    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. Nobody is on probation yet.
+    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. Nobody is on probation yet. `most`:
+    see `most_members`.
     """
     heard: list[Member] = []
     newcomers: list[Member] = []
@@ -92,25 +96,25 @@ def members_after(
     wishes: dict[PeerId, OwnershipRequest] = {}
     head = manifest_hash(parent)
     known = {member.peer: member for member in parent.members}
-    for status in statuses:
-        intent, before = status.intent, known.get(status.peer)
-        is_known = before is not None and before.incarnation == status.incarnation
+    for said in declarations:
+        intent, before = said.intent, known.get(said.peer)
+        is_known = before is not None and before.incarnation == said.incarnation
         does_train = before.trains if before is not None and is_known else not intent.serving
-        member = Member(status.peer, status.incarnation, False, intent.link_class, does_train)
-        if intent.leaving and status.peer not in needed:
-            leavers.add(status.peer)
+        member = Member(said.peer, said.incarnation, False, intent.link_class, does_train)
+        if intent.leaving and said.peer not in needed:
+            leavers.add(said.peer)
         elif is_known:
             heard.append(member)
-        elif intent.joining and status.head == head:
+        elif intent.joining and said.head == head:
             newcomers.append(member)
         wish = OwnershipRequest(intent.max_columns, intent.claims, intent.releases)
-        wishes[status.peer] = wish if does_train else OwnershipRequest(0)
+        wishes[said.peer] = wish if does_train else OwnershipRequest(0)
     if not any(admission.may_vote(member.peer) for member in (*heard, *newcomers)):
         staying = [m for m in parent.members if m.peer in leavers and admission.may_vote(m.peer)]
         heard += staying  # the last to leave stay named, so that they can come back and go on
         leavers -= {member.peer for member in staying}
     newcomers.sort(key=lambda member: rank(head, member.peer))  # a low peer id is no privilege
-    members = next_members(parent.members, heard, newcomers, leavers, admission)
+    members = next_members(parent.members, heard, newcomers, leavers, admission, most)
     named = {member.peer for member in members}
     return members, {peer: wish for peer, wish in wishes.items() if peer in named}
 
@@ -123,19 +127,18 @@ def content_of(
     `ledger`: up to `parent`.
     """
     slices = tuple(signed.value.piece for signed in statements.reports)
-    now = {signed.author: ready.value for signed in statements.statuses if (ready := ready_of(signed)) is not None}
-    works = now | {signed.author: signed.value for signed in statements.ready}
-    entries = (contribution(rules, parent, work) for work in works.values())
-    roster = counted(rules, parent, sorted(entry for entry in entries if entry is not None), slices)
+    now = _contributions(rules, parent, statements.declarations)
+    entries = now | _contributions(rules, parent, statements.ready)
+    roster = counted(rules, parent, sorted(entries.values()), slices)
     needed = owners_ahead(rules, parent, roster, slices)
     newer = statements.roll if is_newer_roll(rules, parent.roll, statements.roll) else None
     roll = parent.roll if newer is None else newer.value
-    said = (signed.value for signed in statements.statuses)
     audited, verdicts = audited_after(rules, parent, statements.verdicts)
     banned, proven, twice = banned_after(rules, parent, roll, statements, audited)
-    vouched = vouched_after(rules, parent, statements.statuses, banned)
+    vouched = vouched_after(rules, parent, statements.declarations, banned)
     admission = rules.admission(roll, banned, vouched, parent.round + 1)
-    voting, wishes = members_after(parent, said, needed, admission)
+    said = (signed.value for signed in statements.declarations)
+    voting, wishes = members_after(parent, said, needed, admission, most_members(rules))
     members = rules.with_standing(parent, ledger, voting, roster, audited)
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
@@ -148,9 +151,9 @@ def content_of(
     return Content(
         manifest,
         Statements(
-            tuple(s for s in statements.ready if s.author in trained and s.value != now.get(s.author)),
+            tuple(s for s in statements.ready if s.author in trained and entries[s.author] != now.get(s.author)),
             statements.reports,
-            tuple(signed for signed in statements.statuses if signed.author in named),
+            tuple(signed for signed in statements.declarations if signed.author in named),
             decay,
             newer,
             proven,
@@ -158,6 +161,13 @@ def content_of(
             twice,
         ),
     )
+
+
+def _contributions(
+    rules: RunRules, parent: Manifest, said: Iterable[Signed[Declaration]]
+) -> dict[PeerId, Contribution]:
+    entries = ((signed.author, contribution(rules, parent, signed.value)) for signed in said)
+    return {author: entry for author, entry in entries if entry is not None}
 
 
 def banned_after(
@@ -230,7 +240,7 @@ def is_of_auditor(
 
 
 def vouched_after(
-    rules: RunRules, parent: Manifest, statuses: Iterable[Signed[Status]], banned: Collection[PeerId]
+    rules: RunRules, parent: Manifest, declarations: Iterable[Signed[Declaration]], banned: Collection[PeerId]
 ) -> tuple[PeerId, ...]:
     """For whom electors vouch after the child of `parent`: those before, and for whom two thirds of them do now.
 
@@ -239,9 +249,9 @@ def vouched_after(
     if not rules.by_vouch:
         return ()
     head, voters = manifest_hash(parent), {member.peer: member.incarnation for member in electors(parent.members)}
-    said = (signed.value for signed in statuses)
-    able = (status for status in said if voters.get(status.peer) == status.incarnation and status.head == head)
-    votes = Counter(peer for status in able for peer in {*status.intent.vouches})
+    said = (signed.value for signed in declarations)
+    able = (one for one in said if voters.get(one.peer) == one.incarnation and one.head == head)
+    votes = Counter(peer for one in able for peer in {*one.intent.vouches})
     needed = Electorate(tuple(voters), Faults.BYZANTINE).quorum
     known = {*parent.vouched} - {*banned}
     new = sorted(peer for peer, count in votes.items() if count >= needed and peer not in {*known, *banned})
@@ -256,6 +266,12 @@ def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) 
     return order.author == rules.organiser and said.fingerprint == rules.fingerprint and 0 < said.steps < MAX_COUNT
 
 
+def is_sane_declaration(rules: RunRules, parent: Manifest, said: Declaration) -> bool:
+    """Whether a manifest may follow from it: only who votes on it has a reason to name others (see `vouched_after`)."""
+    is_voter = any(member.peer == said.peer for member in electors(parent.members))
+    return is_sane_intent(said.intent, rules.num_columns) and (is_voter or not said.intent.vouches)
+
+
 def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Content) -> None:
     """Raises RemoteProtocolError, saying what, where a manifest does not follow from the statements beside it.
 
@@ -263,19 +279,19 @@ def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Co
     """
     statements, child = content.statements, content.manifest
     where = f"manifest of round {child.round}"
-    for kind, signed in (("ready", statements.ready), ("statuses", statements.statuses)):
+    for kind, signed in (("ready", statements.ready), ("declarations", statements.declarations)):
         authors = [one.author for one in signed]
         if len(set(authors)) != len(authors) or authors != [one.value.peer for one in signed]:
             raise RemoteProtocolError(f"{where}: its statements ({kind}) are not by those of whom they speak, one each")
     if any(contribution(rules, parent, signed.value) is None for signed in statements.ready):
         raise RemoteProtocolError(f"{where}: it counts work that is not of a member on top of its parent")
-    for said in statements.statuses:
-        if said.value.fingerprint != rules.fingerprint or not is_sane_intent(said.value.intent, rules.num_columns):
-            raise RemoteProtocolError(f"{where}: the status of {said.author} is not of this run, or cannot be")
+    for said in statements.declarations:
+        if said.value.fingerprint != rules.fingerprint or not is_sane_declaration(rules, parent, said.value):
+            raise RemoteProtocolError(f"{where}: what {said.author} declared is not of this run, or cannot be")
     _check_reports(manifest_hash(parent), statements, where)
     again = content_of(rules, parent, ledger, statements, child.state_root, child.merge)
     kept = again.statements
-    if (len(kept.ready), len(kept.statuses)) != (len(statements.ready), len(statements.statuses)) or any(
+    if (len(kept.ready), len(kept.declarations)) != (len(statements.ready), len(statements.declarations)) or any(
         getattr(kept, name) != getattr(statements, name)
         for name in ("decay", "roll", "accusations", "verdicts", "equivocations")
     ):
@@ -300,17 +316,3 @@ def _check_reports(parent: Hash, statements: Statements, where: str) -> None:
             raise RemoteProtocolError(f"{where}: slice {report.piece.key} is not by its reducer, or of another parent")
         if len(sizes) != report.piece.tiles or any(size != len(NO_HASH) for size in sizes):
             raise RemoteProtocolError(f"{where}: slice {report.piece.key} has not one hash for each of its tiles")
-
-
-def ready_of(signed: Signed[Status]) -> Signed[Ready] | None:
-    """What a peer says with its status that it trained; None where it trains on, or trained nothing."""
-    status = signed.value
-    ready = ready_for(status.fingerprint, status.head, status.peer, status.incarnation, status.work)
-    return None if ready is None else Signed(ready, signed.author, signed.public_key, status.ready_signature)
-
-
-def ready_for(fingerprint: Hash, head: Hash, peer: PeerId, incarnation: int, work: Work) -> Ready | None:
-    """What a peer says that it trained on top of `head`; None where it trains on, or trained nothing."""
-    if not work.ready or min(work.tokens, work.steps) <= 0:
-        return None
-    return Ready(fingerprint, head, peer, incarnation, work.tokens, work.steps, work.sequences, work.commitment)

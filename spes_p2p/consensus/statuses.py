@@ -8,12 +8,11 @@ from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.membership import MAX_MEMBERS
-from spes_p2p.consensus.messages import Signed, Status
+from spes_p2p.consensus.membership import MAX_ELECTORS
+from spes_p2p.consensus.messages import Signed, Status, declared, plan_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.state import Contact
-from spes_p2p.consensus.statements import ready_of
 from spes_p2p.consensus.timing import NEVER, Moment
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.consensus.voting import Voting
@@ -21,6 +20,8 @@ from spes_p2p.ids import NO_HASH, PeerId
 
 MOST_LACKED = 8
 """Contents that somebody may ask for at once."""
+MOST_MORE = 2
+"""Times as many as vote on our head may vote on another."""
 MAX_WAIT_EXTENSIONS = 16
 """Most deadlines that a round waits because others report moving bytes, while nothing arrives here."""
 
@@ -40,8 +41,7 @@ class Statuses(Part):
         peer = status.peer
         if signed.author != peer or status.fingerprint != self._rules.fingerprint or not self._is_sane(status):
             return False
-        if (ready := ready_of(signed)) is not None:
-            self._round_plan.hear_ready(ready, now)
+        self._round_plan.hear_ready(declared(signed), now)
         if peer == self._me:
             return self._hear_of_ourselves(status)
         known = self._others.contacts.get(peer)
@@ -143,12 +143,26 @@ class Statuses(Part):
         return (
             {len(name) for name in (status.head, status.plan, status.ballots.value, *status.lacks)} == {len(NO_HASH)}
             and len(status.lacks) <= MOST_LACKED
-            and max(len(status.reports), len(status.staged)) <= sum(self._rules.block_tiles)
-            and len(status.unheard) <= MAX_MEMBERS
+            and max(len(status.reports), len(status.staged)) <= self._most_slices(status)
+            and self._are_electors(status)
+            and (self._rules.by_vouch or not status.intent.vouches)
             and status.round >= -1  # before genesis
             and is_sane_work(status.work)
             and is_sane_intent(status.intent, self._rules.num_columns)
         )
+
+    def _most_slices(self, status: Status) -> int:
+        """Of the plan that it names, or of any where we know another: a slice has a tile at least."""
+        plan = self._state.round.plan
+        is_ours = plan is not None and status.plan == plan_hash(plan.value)
+        return len(plan.value.slices) if plan is not None and is_ours else sum(self._rules.block_tiles)
+
+    def _are_electors(self, status: Status) -> bool:
+        """Whether those that it does not hear may be who votes where it stands."""
+        named, known = status.unheard, self._state.electors
+        if status.head == self._state.tip_hash:
+            return len(named) == len({*named}) and known.keys() >= {*named}
+        return len(named) <= max(MAX_ELECTORS, MOST_MORE * len(known))
 
 
 def _binding(status: Status) -> tuple[int, int, int]:

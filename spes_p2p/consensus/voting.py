@@ -21,6 +21,7 @@ from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal, Signed, Votes
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.sizes import PROOF_BYTES, most_named, that_fit
 from spes_p2p.consensus.state import Heard
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
@@ -206,13 +207,14 @@ class Voting(Part):
             return None
         build, outcome = self._state.round.outcome
         ready = tuple(self._state.round.ready[entry] for entry in build.roster)
-        said = tuple(self._members.statuses(now))
-        others = self._state.others
-        accusations = tuple(signed for some in others.evidence.values() for signed in some.values())
-        verdicts = tuple(one for some in self._state.round.verdicts.values() for one in some.values())
-        twice = tuple(others.equivocations.values())
+        others, tip, ledger = self._state.others, self._state.tip, self._state.ledger
+        slices = tuple(signed.value.piece for signed in build.reports)
+        most = most_named(self._rules, tip, ready, build.roster, build.reports, slices)
+        said, each = tuple(self._members.declarations(now)[:most]), PROOF_BYTES // 3
+        accusations = that_fit((signed for some in others.evidence.values() for signed in some.values()), each)
+        verdicts = that_fit((one for some in self._state.round.verdicts.values() for one in some.values()), each)
+        twice = that_fit(others.equivocations.values(), each)
         statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations, verdicts, twice)
-        tip, ledger = self._state.tip, self._state.ledger
         return content_of(self._rules, tip, ledger, statements, outcome.state_root, outcome.merge)
 
     def certify(self, now: float) -> bool:

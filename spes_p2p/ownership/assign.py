@@ -17,6 +17,8 @@ from spes_p2p.ids import PeerId
 
 _Gift = tuple[PeerId, int]
 """Who would give up its column, and the column that it would take instead."""
+MOST_CLAIMANTS = 16
+"""Owners of one column beyond which nobody is added for a claim alone: a crowd may claim everything."""
 Ownership = tuple[tuple[PeerId, ...], ...]
 
 
@@ -94,10 +96,13 @@ class _Table:
                 self._take(peer, self._least_missed(peer, self._unclaimed(peer) or loose))
 
     def grant_claims(self) -> None:
-        """Adds claimants to the owners of their columns. One without room gives up a column that it did not claim."""
+        """Adds claimants to the owners of their columns, up to `MOST_CLAIMANTS`.
+
+        One without room gives up a column that it did not claim.
+        """
         for peer, claims in self.claims.items():
             for column in sorted(claims - self.held[peer]):
-                if not 0 <= column < len(self.owners):
+                if not 0 <= column < len(self.owners) or len(self.owners[column]) >= MOST_CLAIMANTS:
                     continue
                 if self._room(peer) <= 0 and self._unclaimed(peer):
                     self._take(peer, self._least_missed(peer, self._unclaimed(peer)))
@@ -170,10 +175,11 @@ class _Table:
 
     def _next_move(self) -> tuple[PeerId, PeerId, int] | None:
         movable = [peer for peer in self._in_order() if not self.claims[peer]]
+        by_load = sorted(movable, key=lambda peer: (-len(self.held[peer]), peer))
         for poor in movable:
             if self._room(poor) <= 0:
                 continue
-            for rich in sorted(movable, key=lambda peer: (-len(self.held[peer]), peer)):
+            for rich in by_load:
                 if len(self.held[rich]) - len(self.held[poor]) < 2:
                     break
                 loose = self.held[rich] - self.kept[rich]

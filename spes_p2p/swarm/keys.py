@@ -21,8 +21,9 @@ PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS
 _SHA256_MULTIHASH = b"\x12\x20"
 _RSA_FIELD = b"\x08\x00\x12"
 """How libp2p's protobuf record of an RSA key begins: its type, and that bytes follow, with their number as a varint."""
-_MAX_KEY_BYTES = 1024
-_RSA_BITS = range(2048, 4097)
+RSA_BITS = 2048
+"""Of every peer's key, as nodes make them: larger ones cost all others, in what travels beside a manifest."""
+MAX_KEY_BYTES, MAX_SIGNATURE_BYTES = 299, RSA_BITS // 8
 _RSA_EXPONENT = 65537
 
 
@@ -40,7 +41,7 @@ class RsaVerifier:
     """Checks RSA-PSS signatures over SHA-256, made with the peer's own libp2p key."""
 
     def verify(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
-        if len(public_key) > _MAX_KEY_BYTES or len(signature) > _MAX_KEY_BYTES or peer_id_of(public_key) != peer:
+        if len(public_key) > MAX_KEY_BYTES or len(signature) > MAX_SIGNATURE_BYTES or peer_id_of(public_key) != peer:
             return False
         return _verified(public_key, hashlib.sha256(data).digest(), signature)
 
@@ -59,7 +60,7 @@ def _verified(public_key: bytes, digest: bytes, signature: bytes) -> bool:
 
 @lru_cache(maxsize=1024)
 def _public_key(public_key: bytes) -> rsa.RSAPublicKey | None:
-    """None for what is no RSA key of a usual size: odd ones could make verifying slow."""
+    """None for what is no RSA key of the size that nodes make: odd ones could make verifying slow."""
     der = public_key[len(_RSA_FIELD) + 2 :]
     if public_key != packed_key(der):
         return None
@@ -67,6 +68,6 @@ def _public_key(public_key: bytes) -> rsa.RSAPublicKey | None:
         key = serialization.load_der_public_key(der)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         return None
-    if not isinstance(key, rsa.RSAPublicKey) or key.key_size not in _RSA_BITS:
+    if not isinstance(key, rsa.RSAPublicKey) or key.key_size != RSA_BITS:
         return None
     return key if key.public_numbers().e == _RSA_EXPONENT else None

@@ -16,7 +16,7 @@ import numpy as np
 
 from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
-from spes_p2p.consensus.messages import LOST, Plan, Ready, Report, Signed, plan_hash
+from spes_p2p.consensus.messages import LOST, Declaration, Plan, Report, Signed, plan_hash
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.statements import contribution
 from spes_p2p.consensus.weights import weighed
@@ -49,7 +49,7 @@ class Charge:
     parent: Manifest
     plan: Plan
     report: Signed[Report]
-    ready: tuple[Signed[Ready], ...]
+    ready: tuple[Signed[Declaration], ...]
 
     @property
     def piece(self) -> Slice:

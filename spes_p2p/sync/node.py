@@ -12,15 +12,15 @@ from pathlib import Path
 from spes_p2p.config.schema import Config, SyncConfig, steps_per_round_at
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.sizes import MAX_CONTENT_BYTES, most_members, state_bytes
 from spes_p2p.consensus.turns import AS_OFTEN, Vocabulary
 from spes_p2p.errors import ConfigError
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.exchange.transfers import Transfers
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.ids import NO_HASH, NOBODY, Hash, PeerId
 from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.ports import Blob, Clock, Network, Transport
 from spes_p2p.swarm.streams import MAX_HEADER_BYTES
 from spes_p2p.sync import merge
@@ -110,21 +110,20 @@ class RunFiles:
     data: Callable[[DataRequest], Blob] | None = None
 
 
-_SLICE_BYTES = 1000
-"""Of a slice in what is voted on: its entry in the manifest, and the signed report of its reducer."""
+LEAST_MEMBERS = 64
+"""A run in which a manifest has room for fewer does not begin."""
 
 
 def check_sizes(config: Config, layout: Layout) -> None:
     """Raises ConfigError where what a round decides, with all that it follows from, would not fit into a message."""
-    sync = config.sync
-    tiles = [len(layout.tile_ids_of(block.index)) for block in layout.model_blocks]
+    sync, rules = config.sync, _rules_of(config, layout)
+    tiles = rules.block_tiles
     slices = sum(-(-count // sync.slice_tiles) for count in tiles)
-    size, room = len(NO_HASH) * sum(tiles) + _SLICE_BYTES * slices, MAX_CALL_BYTES * 3 // 4  # the rest is for members
-    if size > room:
+    if (most := most_members(rules)) < LEAST_MEMBERS:
         raise ConfigError(
             f"the model has {sum(tiles):,} tiles (sync.tile_values={sync.tile_values}) in {slices:,} slices "
-            f"(sync.slice_tiles={sync.slice_tiles}); a round's result would take {size / 2**20:.1f} MiB, and "
-            f"{room / 2**20:.1f} fit into a message",
+            f"(sync.slice_tiles={sync.slice_tiles}); a round's result would take {state_bytes(rules) / 2**20:.1f} MiB, "
+            f"and leave room for {most} members in a message of {MAX_CONTENT_BYTES / 2**20:.1f}",
             fix="raise sync.tile_values, or sync.slice_tiles",
         )
     if can_be_audited(config, layout) and opening_bytes(layout) > MAX_HEADER_BYTES:
@@ -157,9 +156,9 @@ def can_be_audited(config: Config, layout: Layout) -> bool:
     return config.sync.enabled and config.sync.aggregate == "clip" and is_fine
 
 
-def audited_work(config: Config, info: RunInfo, layout: Layout) -> float:
+def audited_work(config: Config, dataset: Hash, layout: Layout) -> float:
     """The most of a round's training and bytes that audits of who trained take; 0 where nobody could audit."""
-    is_known = info.dataset != NO_HASH  # what was trained on
+    is_known = dataset != NO_HASH  # what was trained on
     return AUDITED_WORK * config.sync.audited_share if is_known and can_be_audited(config, layout) else 0.0
 
 
@@ -171,6 +170,12 @@ def trial_sequences(config: Config) -> int:
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
     """What rounds need to know of a run. Raises ConfigError (see `check_sizes`)."""
     check_sizes(config, layout)
+    return _rules_of(config, layout, info.fingerprint, info.dataset, info.organiser)
+
+
+def _rules_of(
+    config: Config, layout: Layout, fingerprint: Hash = NO_HASH, dataset: Hash = NO_HASH, organiser: PeerId = NOBODY
+) -> RunRules:
     sync = config.sync
     merges = sync.enabled and sync.merge_alpha > 0 and layout.num_columns > 1
 
@@ -178,13 +183,13 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         return merge.merge_alpha(sync.merge_alpha, sync.merge_decay_steps, step) if merges else 0.0
 
     return RunRules(
-        fingerprint=info.fingerprint,
+        fingerprint=fingerprint,
         block_tiles=tuple(len(layout.tile_ids_of(block.index)) for block in layout.model_blocks),
         slice_tiles=sync.slice_tiles,
         sequence_tokens=config.data.sequence_length,
         batch_sequences=config.optimizer.batch_sequences,
         block_sequences=config.data.block_sequences,
-        leased=info.dataset != NO_HASH,
+        leased=dataset != NO_HASH,
         target_replicas=config.swarm.target_replicas,
         steps_per_round=lambda step: steps_per_round_at(config, step),
         merge_interval=sync.merge_interval,
@@ -196,9 +201,9 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         clips=sync.aggregate == "clip",
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
         trial_sequences=trial_sequences(config),
-        audited_work=audited_work(config, info, layout),
+        audited_work=audited_work(config, dataset, layout),
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",
-        organiser=info.organiser,
+        organiser=organiser,
         final_rounds=config.swarm.final_rounds,
     )

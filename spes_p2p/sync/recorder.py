@@ -227,7 +227,7 @@ def _digest(decided: Any) -> bytes:
 
 NOT_KEPT = frozenset({"identity"})
 """Fields of the state machine's `State` that are given to it: rules and keys."""
-_SIGNATURES = frozenset({"signature", "public_key", "ready_signature"})
+_SIGNATURES = frozenset({"signature", "public_key"})
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set, "f": frozenset}
 _MARKS = {kind: mark for mark, kind in _SEQUENCES.items()}

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.messages import Accusation, Signed, signing_bytes
-from spes_p2p.consensus.statements import ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.door import Door, DoorLimits, Rate
+from spes_p2p.swarm.keys import MAX_KEY_BYTES, MAX_SIGNATURE_BYTES
 from spes_p2p.swarm.ports import Signer, Verifier
 from spes_p2p.wire import unpack
 
@@ -31,14 +31,12 @@ MAX_PARTS = {
     "equivocations": 64,
 }
 """What one envelope may hold of each kind: many times what an honest peer says at once."""
-MAX_KEY_BYTES = 4096
-MAX_SIGNATURE_BYTES = 2048
 _REMEMBERED = 8192
 _REMEMBERED_ENVELOPES = 128
 _SMALL_BYTES = 4096
 """A heartbeat has some hundreds."""
 SIGNATURES = DoorLimits(Rate(1000.0, 16_384.0), Rate(50.0, 4096.0), Rate(200.0, 8192.0))
-"""New signatures: a burst has room for any call. Each takes 26 us (RSA-4096: 64 us), the largest call 0.1 s. They are
+"""New signatures: a burst has room for any call. Each takes 26 us, the largest call 0.1 s. They are
 checked on the event loop, since other threads check no faster: OpenSSL's binding keeps Python's lock meanwhile.
 """
 
@@ -134,11 +132,7 @@ def _with_reports(accusations: Iterable[Signed[Accusation]]) -> Iterator[Signed[
 
 
 def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
-    said = [envelope.statuses, *(content.statements.statuses for content in envelope.contents)]
-    for status in (status for statuses in said for status in statuses):
-        yield status
-        if (ready := ready_of(status)) is not None:
-            yield ready
+    yield from envelope.statuses
     if envelope.plan is not None:
         yield envelope.plan
     yield from envelope.ready
@@ -146,6 +140,7 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
     yield from _with_reports(envelope.accusations)
     yield from envelope.verdicts
     for content in envelope.contents:
+        yield from content.statements.declarations
         yield from content.statements.ready
         yield from content.statements.reports
         if content.statements.decay is not None:

@@ -17,7 +17,7 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import QUORUM, Precommit, Signed, Status
+from spes_p2p.consensus.messages import QUORUM, Declaration, Precommit, Signed, Status
 from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
@@ -147,12 +147,15 @@ class GivesUpWhoReturns(Consensus):
 class NamesWhoIsBehind(Members):
     """Newcomers are named before they have caught up."""
 
-    def statuses(self, now: float) -> list[Signed[Status]]:
+    def declarations(self, now: float) -> list[Signed[Declaration]]:
         here = self._state.tip_hash
         return [
             replace(signed, value=replace(signed.value, head=here)) if signed.value.intent.joining else signed
-            for signed in super().statuses(now)
+            for signed in super().declarations(now)
         ]
+
+    def _would_join(self, said: Declaration) -> bool:
+        return said.intent.joining and not said.intent.leaving
 
 
 class SignsForTheAbsent(Degraded):
@@ -214,7 +217,7 @@ class CountsMore(Voting):
             roster, made.slices, made.wire_root, made.state_root, made.merge,
             ledger=ledger.root, audited=made.audited,
         )  # fmt: skip
-        _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
+        _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.declarations))
         return replace(content, manifest=child_manifest(self._rules, self._state.tip, outcome, made.members, wishes))
 
 
@@ -234,10 +237,10 @@ class NeverGivesUpAState(Proposals):
 class TakesServersForTrainers(Members):
     """Newcomers that would only serve are named as members that train."""
 
-    def statuses(self, now: float) -> list[Signed[Status]]:
+    def declarations(self, now: float) -> list[Signed[Declaration]]:
         return [
             replace(signed, value=replace(signed.value, intent=replace(signed.value.intent, serving=False)))
-            for signed in super().statuses(now)
+            for signed in super().declarations(now)
         ]
 
 
@@ -253,7 +256,7 @@ class MovesWhatWasNotHandedOut(Voting):
             made.roster, made.slices, made.wire_root, made.state_root, made.merge,
             ledger=made.ledger, audited=made.audited,
         )  # fmt: skip
-        _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
+        _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.declarations))
         return replace(content, manifest=child_manifest(rules, self._state.tip, outcome, made.members, wishes))
 
 

@@ -24,7 +24,7 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import LEAST_NEW, Member, Roll, leader_order, rank
+from spes_p2p.consensus.membership import LEAST_NEW, MAX_ELECTORS, Member, Roll, leader_order, rank
 from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
@@ -44,7 +44,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.proposals import MOST_CONTENTS
 from spes_p2p.consensus.rules import genesis_manifest
-from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Identity
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_FORMER, MOST_PLANS, MOST_VOTES, Identity
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.statuses import MAX_WAIT_EXTENSIONS
 from spes_p2p.consensus.timing import Pace
@@ -168,13 +168,13 @@ def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int, monkeypatch: p
     core = walk_until(voted_for)
     kept = core.state.round.contents[core.state.record.locked_value]
     made = kept.manifest
-    said = kept.statements.statuses
+    said = kept.statements.declarations
     crowd = tuple(
         FakeSealer(name).seal(replace(said[0].value, peer=name, incarnation=1, intent=Intent(True)))
         for name in (PeerId(f"new {number}") for number in range(new))
     )
     monkeypatch.setattr(membership, "LEAST_NEW", new)  # whoever makes it names them all
-    statements = replace(kept.statements, statuses=(*said, *crowd))
+    statements = replace(kept.statements, declarations=(*said, *crowd))
     content = content_of(core.state.rules, core.tip, EMPTY, statements, made.state_root, made.merge)
     monkeypatch.undo()
     assert len(content.manifest.members) == len(made.members) + new
@@ -292,6 +292,30 @@ def test_strangers_are_few_and_silent_ones_make_room(core: Consensus) -> None:
     assert len(core.state.others.contacts) <= MAX_NEWCOMERS + 2
 
 
+def test_who_was_a_member_lately_or_is_trusted_finds_room_beside_strangers(core: Consensus) -> None:
+    """For how long somebody was one counts more than who left last: keys that come and go push nobody out."""
+    template, friend = core.state.others.contacts[LIAR].status, PeerId("friend")
+    roll = Roll(core.state.rules.fingerprint, 1, (friend,))
+    core.state.others.roll = FakeSealer(core.state.rules.organiser).seal(roll)
+    contacts, members, tip = parts_of(core).contacts, core.tip.members, core.state.round.tip
+    old, passing = PeerId("elector"), [PeerId(f"passing {number}") for number in range(3 * MOST_FORMER)]
+    for here in ([old], [old], *([key] for key in passing)):
+        core.state.round.tip = replace(tip, members=(*members, *(Member(peer, 1, False, 0) for peer in here)))
+        contacts.note_members()
+    core.state.round.tip = tip
+    contacts.note_members()
+    assert len(core.state.others.named) == len(members) + MOST_FORMER
+
+    def hear(name: PeerId) -> None:
+        status = replace(template, peer=name, incarnation=9, sequence=1, intent=Intent(joining=True))
+        core.handle(on.MessageReceived(Envelope(name, (FakeSealer(name).seal(status),))), 0.0)
+
+    for name in (*(PeerId(f"stranger {number}") for number in range(500)), old, friend, passing[0]):
+        hear(name)
+    assert {old, friend} <= core.state.others.contacts.keys()
+    assert passing[0] not in core.state.others.contacts
+
+
 def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may say with each heartbeat that it knows nothing yet."""
     core = walk_until(lambda core: core.state.round.reports)
@@ -345,6 +369,13 @@ def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_
         {"reports": bytes(100_000)},
         {"staged": bytes(100_000)},
         {"unheard": tuple(PeerId(str(at)) for at in range(5000))},
+        {"unheard": (PeerId("somebody who has no vote"),)},
+        {"unheard": (LIAR, LIAR)},
+        {"unheard": tuple(PeerId(str(at)) for at in range(MAX_ELECTORS + 1)), "head": sha256(b"elsewhere")},
+        {"intent": Intent(vouches=(LIAR,))},
+        {"intent": Intent(claims=(1, 1))},
+        {"intent": Intent(claims=(0,), releases=(0,))},
+        {"intent": Intent(claims=(2**40,))},
         {"head": Hash(bytes(100_000))},
         {"plan": Hash(b"short")},
         {"intent": Intent(claims=tuple(range(5000)))},
@@ -485,7 +516,8 @@ def test_bytes_that_move_at_a_stranger_keep_no_leader(name: str, counts: bool) -
 def test_who_asks_a_thousand_times_for_one_status_gets_it_once() -> None:
     story, stranger = Beginning(), PeerId("stranger")
     story.says(story.honest, 1.0)
-    story.says(stranger, 1.0, unheard=(story.honest, *[story.honest] * 1000, PeerId("nobody")))
+    named = (story.honest, *[story.honest] * 20, PeerId("nobody"))
+    story.says(stranger, 1.0, unheard=named, head=sha256(b"elsewhere"))
     sent = [act for act in story.core.handle(on.ClockTicked(), 2.0) if isinstance(act, Send) and act.to == stranger]
     assert [[one.author for one in act.envelope.statuses] for act in sent] == [[story.core.me, story.honest]]
 

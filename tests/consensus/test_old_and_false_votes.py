@@ -37,6 +37,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Votes,
     Work,
+    declared,
 )
 from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.rules import genesis_manifest
@@ -90,7 +91,7 @@ def test_a_leader_that_hears_its_last_answer_and_the_decision_at_once_proposes_n
     """It has just come back: the others have decided without it, and it has their state."""
     elector = Elector(3)
     core, others = elector.core, elector.order[1:]
-    said = tuple(FakeSealer(peer).seal(replace(core.status(), peer=peer)) for peer in elector.order)
+    said = tuple(declared(FakeSealer(peer).seal(replace(core.status(), peer=peer))) for peer in elector.order)
     content = content_of(elector.rules, elector.tip, EMPTY, Statements((), (), said), elector.tip.state_root, None)
     name, run = manifest_hash(content.manifest), (elector.rules.fingerprint, core.tip_hash, 1)
     proposal = FakeSealer(others[0]).seal(Proposal(*run, name))
@@ -247,7 +248,9 @@ class LostChild:
         self.proposals = Parts(self.core.state, PartClasses()).proposals
         for _ in range(11):  # it asks first what became of the run
             self.beat(self.core.tip.round, self.core.tip_hash)
-        said = tuple(FakeSealer(peer).seal(replace(self.core.status(), peer=peer)) for peer in self.elector.order)
+        said = tuple(
+            declared(FakeSealer(peer).seal(replace(self.core.status(), peer=peer))) for peer in self.elector.order
+        )
         statements, tip = Statements((), (), said), self.core.tip
         self.child = content_of(self.elector.rules, tip, EMPTY, statements, tip.state_root, None).manifest
         self.name = manifest_hash(self.child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from spes_p2p.consensus.messages import (
     Accusation,
     Ballots,
     DecayOrder,
+    Declaration,
     Intent,
     Precommit,
     Prevote,
@@ -32,9 +34,10 @@ from spes_p2p.consensus.messages import (
     Signed,
     Status,
     Work,
+    declared,
 )
 from spes_p2p.consensus.rules import Outcome, RunRules, child_manifest, genesis_manifest, renewed_manifest
-from spes_p2p.consensus.statements import check_content, content_of, members_after, ready_of
+from spes_p2p.consensus.statements import check_content, content_of, members_after
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
@@ -58,16 +61,17 @@ def honest(voter: Consensus, request: pytest.FixtureRequest) -> Content:
 
 
 def apart(content: Content) -> Content:
-    """What was trained is told of beside the statuses."""
-    said = content.statements.statuses
-    ready = (*content.statements.ready, *(found for status in said if (found := ready_of(status)) is not None))
-    return with_statements(content, ready=ready, statuses=tuple(said_by(status, work=Work()) for status in said))
+    """What was trained was declared before what everybody declares now."""
+    said = content.statements.declarations
+    ready = (*content.statements.ready, *(one for one in said if one.value.work.ready and one.value.work.tokens))
+    now = tuple(said_by(one, work=Work(), sequence=one.value.sequence + 1) for one in said)
+    return with_statements(content, ready=ready, declarations=now)
 
 
 def made_again(core: Consensus, content: Content, **outcome: Any) -> Content:
     """The same with another outcome, consistent with its parent in all that is derived."""
     made = content.manifest
-    members, wishes = members_after(core.tip, (signed.value for signed in content.statements.statuses))
+    members, wishes = members_after(core.tip, (signed.value for signed in content.statements.declarations))
     other = replace(
         Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge, ledger=made.ledger), **outcome
     )
@@ -122,7 +126,7 @@ def alters_a_wire_root(core: Consensus, content: Content) -> Content:
 
 def counts_what_nobody_said(core: Consensus, content: Content) -> Content:
     said = apart(content).statements
-    return with_statements(content, ready=said.ready[1:], statuses=said.statuses)
+    return with_statements(content, ready=said.ready[1:], declarations=said.declarations)
 
 
 def signs_for_another(core: Consensus, content: Content) -> Content:
@@ -134,14 +138,14 @@ def signs_for_another(core: Consensus, content: Content) -> Content:
 def counts_one_twice(core: Consensus, content: Content) -> Content:
     content = apart(content)
     ready = content.statements.ready
-    again = said_by(ready[0], tokens=ready[0].value.tokens - 1)
+    again = said_by(ready[0], work=replace(ready[0].value.work, tokens=ready[0].value.work.tokens - 1))
     return with_statements(content, ready=(again, *ready))
 
 
 def counts_work_on_another_parent(core: Consensus, content: Content) -> Content:
     content = apart(content)
     first, *others = content.statements.ready
-    return with_statements(content, ready=(said_by(first, parent=sha256(b"another")), *others))
+    return with_statements(content, ready=(said_by(first, head=sha256(b"another")), *others))
 
 
 def counts_another_incarnation(core: Consensus, content: Content) -> Content:
@@ -167,17 +171,17 @@ def brings_half_a_report(core: Consensus, content: Content) -> Content:
 
 
 def claims_more_than_there_is(core: Consensus, content: Content) -> Content:
-    first, *others = content.statements.statuses
+    first, *others = content.statements.declarations
     greedy = said_by(first, intent=Intent(True, claims=tuple(range(5000))))
-    return with_statements(content, statuses=(greedy, *others))
+    return with_statements(content, declarations=(greedy, *others))
 
 
 def brings_a_crowd_of_words(core: Consensus, content: Content) -> Content:
     """So that everybody keeps and sends megabytes."""
-    first = content.statements.statuses[0].value
+    first = content.statements.declarations[0].value
     names = (PeerId(f"stranger {number}") for number in range(100))
     crowd = tuple(FakeSealer(name).seal(replace(first, peer=name, intent=Intent())) for name in names)
-    return with_statements(content, statuses=(*content.statements.statuses, *crowd))
+    return with_statements(content, declarations=(*content.statements.declarations, *crowd))
 
 
 def bans_somebody(core: Consensus, content: Content) -> Content:
@@ -320,7 +324,8 @@ def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:
     members = [Member(name, 1, True, 0) for name in names]
     tip = genesis_manifest(rules, NO_HASH, members, {names[0]: OwnershipRequest(2)})
     head, nothing = manifest_hash(tip), (Work(), Intent(max_columns=2), Ballots())
-    said = tuple(FakeSealer(name).seal(Status(rules.fingerprint, name, 1, 1, 0, head, *nothing)) for name in names)
+    statuses = (Status(rules.fingerprint, name, 1, 1, 0, head, *nothing) for name in names)
+    said = tuple(declared(FakeSealer(status.peer).seal(status)) for status in statuses)
     content = content_of(rules, tip, EMPTY, Statements((), (), said), NO_HASH, None)
     assert content.manifest.ownership == (("p0",), ("p1",))
     check_content(rules, tip, EMPTY, content)
@@ -349,7 +354,7 @@ def test_the_next_manifest_takes_up_the_organisers_decay_and_later_ones_keep_it(
     check_child(rules, core.tip, EMPTY, taken.manifest)
     with pytest.raises(RemoteProtocolError, match="decay does not follow"):
         check_content(rules, core.tip, EMPTY, with_statements(taken, decay=None))
-    again = Statements((), (), said.statuses, order(rules, 10))
+    again = Statements((), (), said.declarations, order(rules, 10))
     later = content_of(rules, taken.manifest, EMPTY, again, state_root, None)
     check_child(rules, taken.manifest, EMPTY, later.manifest)
     assert (later.manifest.decay, later.statements.decay) == (taken.manifest.decay, None)
@@ -396,7 +401,7 @@ def test_the_next_manifest_takes_up_the_organisers_roll_and_later_ones_keep_it(
     assert [member.peer for member in electors(taken.manifest.members)] == ["p0"]
     with pytest.raises(RemoteProtocolError, match="does not follow"):
         check_content(rules, core.tip, EMPTY, with_statements(taken, roll=None))
-    older = Statements((), (), honest.statements.statuses, roll=signed_roll(rules, number=2))
+    older = Statements((), (), honest.statements.declarations, roll=signed_roll(rules, number=2))
     later = content_of(rules, taken.manifest, EMPTY, older, state_root, None)
     check_child(rules, taken.manifest, EMPTY, later.manifest)
     assert (later.manifest.roll, later.statements.roll) == (word.value, None)
@@ -421,7 +426,7 @@ def test_whoever_leads_neither_forgets_a_roll_nor_gives_votes(
     rules, state_root = replace(voter.state.rules, by_vouch=True), voter.tip.state_root
     said = replace(honest.statements, roll=signed_roll(rules, banned=(MALLORY,)))
     parent = content_of(rules, voter.tip, EMPTY, said, state_root, None).manifest
-    child = content_of(rules, parent, EMPTY, Statements((), (), honest.statements.statuses), state_root, None)
+    child = content_of(rules, parent, EMPTY, Statements((), (), honest.statements.declarations), state_root, None)
     check_content(rules, parent, EMPTY, child)
     with pytest.raises(RemoteProtocolError):
         check_content(rules, parent, EMPTY, replace(child, manifest=lie(rules, child.manifest)))
@@ -446,16 +451,18 @@ def test_the_last_who_may_vote_stays_named_when_it_leaves(voter: Consensus, hone
     rules = replace(voter.state.rules, by_vouch=True)
     leaving = tuple(
         said_by(signed, intent=replace(signed.value.intent, leaving=True)) if signed.author == "p0" else signed
-        for signed in honest.statements.statuses
+        for signed in honest.statements.declarations
     )
     word = signed_roll(rules, banned=())
-    made = content_of(rules, voter.tip, EMPTY, replace(honest.statements, statuses=leaving, roll=word), NO_HASH, None)
+    made = content_of(
+        rules, voter.tip, EMPTY, replace(honest.statements, declarations=leaving, roll=word), NO_HASH, None
+    )
     assert [member.peer for member in electors(made.manifest.members)] == ["p0"]
 
 
 def test_another_leader_makes_the_same_of_the_same_words(voter: Consensus, honest: Content) -> None:
     said = honest.statements
-    mixed = Statements(said.ready[::-1], said.reports, said.statuses[::-1])
+    mixed = Statements(said.ready[::-1], said.reports, said.declarations[::-1])
     again = content_of(voter.state.rules, voter.tip, EMPTY, mixed, honest.manifest.state_root, honest.manifest.merge)
     assert again.manifest == honest.manifest
 
@@ -526,12 +533,12 @@ class VouchedRun:
         roll = Roll(self.rules.fingerprint, 1, self.ELECTORS)
         self.tip = genesis_manifest(self.rules, NO_HASH, members, {}, roll)
 
-    def says(self, author: PeerId, *vouches: PeerId, **changes: Any) -> Signed[Status]:
+    def says(self, author: PeerId, *vouches: PeerId, **changes: Any) -> Signed[Declaration]:
         intent, head = Intent(vouches=tuple(sorted({*vouches}))), manifest_hash(self.tip)
         status = Status(self.rules.fingerprint, author, 1, 1, 0, head, Work(), intent, Ballots())
-        return FakeSealer(author).seal(replace(status, **changes))
+        return declared(FakeSealer(author).seal(replace(status, **changes)))
 
-    def child(self, *said: Signed[Status], parent: Manifest | None = None) -> Content:
+    def child(self, *said: Signed[Declaration], parent: Manifest | None = None) -> Content:
         heard = {signed.author for signed in said}
         quiet = (self.says(name) for name in (*self.ELECTORS, *self.STRANGERS) if name not in heard)
         statements = Statements((), (), tuple(sorted((*said, *quiet), key=lambda signed: signed.author)))
@@ -556,8 +563,10 @@ def test_strangers_and_less_than_two_thirds_of_the_electors_bring_nobody_in(
     liars: set[PeerId], strangers: set[PeerId]
 ) -> None:
     run = VouchedRun()
-    said = [run.says(name, FRIEND, *run.STRANGERS[:9]) for name in (*liars, *strangers)]
-    content = run.child(*said)
+    forging = [run.says(name, FRIEND) for name in strangers]
+    with pytest.raises(RemoteProtocolError, match="cannot be") if strangers else nullcontext():
+        run.child(*forging)
+    content = run.child(*(run.says(name, FRIEND, *run.STRANGERS[:9]) for name in liars))
     assert content.manifest.vouched == ()
     assert voters_of(content.manifest) == {*run.ELECTORS}
     forged = replace(content.manifest, vouched=(FRIEND,))

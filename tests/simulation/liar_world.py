@@ -87,10 +87,10 @@ class Lies:
     def _falsified(self, core: Consensus, content: Content) -> Iterator[Content]:
         """Without itself, which is in order; without another; with other work, another state, other members."""
         manifest, said = content.manifest, content.statements
-        others = [status.author for status in said.statuses if status.author != self._liar]
+        others = [word.author for word in said.declarations if word.author != self._liar]
         for left_out in (self._liar, others[0]):
-            statuses = tuple(status for status in said.statuses if status.author != left_out)
-            statements = replace(said, statuses=statuses)
+            words = tuple(word for word in said.declarations if word.author != left_out)
+            statements = replace(said, declarations=words)
             yield content_of(self._rules, core.tip, core.state.ledger, statements, manifest.state_root, manifest.merge)
         for wrong in (
             replace(manifest, tokens=manifest.tokens + 1),

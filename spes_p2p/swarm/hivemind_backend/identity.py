@@ -16,7 +16,7 @@ from hivemind.proto import crypto_pb2
 from spes_p2p.errors import ConfigError, IdentityInUse
 from spes_p2p.files import write_whole
 from spes_p2p.locks import FileLock, holder_of
-from spes_p2p.swarm.keys import PADDING, packed_key, peer_id_of
+from spes_p2p.swarm.keys import PADDING, RSA_BITS, packed_key, peer_id_of
 
 
 class IdentityFile:
@@ -68,7 +68,7 @@ def in_use(path: Path, where: str) -> IdentityInUse:
 
 def _create(path: Path) -> rsa.RSAPrivateKey:
     """Writes a new key that only its owner can read; whole or not at all. Raises ConfigError, StorageFull."""
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    key = rsa.generate_private_key(public_exponent=65537, key_size=RSA_BITS)
     encoded = key.private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
@@ -106,6 +106,8 @@ def _load(path: Path) -> rsa.RSAPrivateKey:
         raise ConfigError(f"identity {path} is not a libp2p private key", fix=fix) from error
     if not isinstance(key, rsa.RSAPrivateKey):
         raise ConfigError(f"identity {path} is not an RSA key", fix=fix)
+    if key.key_size != RSA_BITS:
+        raise ConfigError(f"identity {path} is an RSA key of {key.key_size} bits, not of {RSA_BITS}", fix=fix)
     return key
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.messages import Commit, Status
 from spes_p2p.consensus.rules import genesis_manifest
+from spes_p2p.consensus.sizes import most_members
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import PeerId, short
@@ -149,8 +150,12 @@ class Organiser:
             self._node.say(f"peer {short(peer)} has left, {len(self._waiting)} of {self._run.min_peers} are waiting")
 
     def _begin(self) -> None:
-        """Genesis is on disk before anybody sees it, so that there is never a second one."""
-        statuses = [waiting.status for _, waiting in sorted(self._waiting.items())]
+        """Genesis is on disk before anybody sees it, so that there is never a second one.
+
+        Where too many wait, those who may vote come first; one place is the organiser's."""
+        may_vote = self.seat.admission().may_vote
+        order = sorted(self._waiting, key=lambda peer: (not may_vote(peer), peer))[: most_members(self._run.rules) - 1]
+        statuses = [self._waiting[peer].status for peer in sorted(order)]
         root = self._files.store.version(0).root
         members, wishes = members_of(statuses), wishes_of(statuses)
         if self.seat.duty is Duty.SERVER:

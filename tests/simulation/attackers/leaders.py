@@ -16,7 +16,7 @@ from spes_p2p.consensus.gossip import Gossip
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import Proposal, Report, Signed, Status, Votes
+from spes_p2p.consensus.messages import Declaration, Proposal, Report, Signed, Votes, declared
 from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.reducing import Reducing
 from spes_p2p.consensus.round_plan import RoundPlan
@@ -88,24 +88,24 @@ class LosesAll(LosesColumns):
 class DropsElector(Members):
     """Has not heard one of the electors."""
 
-    def statuses(self, now: float) -> list[Signed[Status]]:
+    def declarations(self, now: float) -> list[Signed[Declaration]]:
         victim = min(peer for peer in self._state.electors if peer != self._me)
-        return [signed for signed in super().statuses(now) if signed.author != victim]
+        return [signed for signed in super().declarations(now) if signed.author != victim]
 
 
 class DropsMembers(Members):
     """Has heard none of those who have no vote."""
 
-    def statuses(self, now: float) -> list[Signed[Status]]:
-        return [signed for signed in super().statuses(now) if signed.author in self._state.electors]
+    def declarations(self, now: float) -> list[Signed[Declaration]]:
+        return [signed for signed in super().declarations(now) if signed.author in self._state.electors]
 
 
 class KeepsTheDead(Members):
     """Has heard everybody who ever was."""
 
-    def statuses(self, now: float) -> list[Signed[Status]]:
-        living = {signed.author: signed for signed in super().statuses(now)}
-        return [*({peer: one.signed for peer, one in self._others.contacts.items()} | living).values()]
+    def declarations(self, now: float) -> list[Signed[Declaration]]:
+        living = {signed.author: signed for signed in super().declarations(now)}
+        return [*({peer: declared(one.signed) for peer, one in self._others.contacts.items()} | living).values()]
 
 
 class _Alters(Voting):
@@ -166,12 +166,14 @@ class TwoFaces(Gossip):
 
     def _other(self, content: Content | None) -> Content | None:
         """The same without the work of one of the others, or without one who has no vote."""
-        if content is None or not content.statements.statuses:
+        if content is None or not content.statements.declarations:
             return None
         said, made = content.statements, content.manifest
-        words = said.statuses[:-1] if said.statuses[-1].author != self._me else said.statuses[1:]
+        words = said.declarations[:-1] if said.declarations[-1].author != self._me else said.declarations[1:]
         tip, rules = self._state.tip, self._state.rules
-        return content_of(rules, tip, self._state.ledger, replace(said, statuses=words), made.state_root, made.merge)
+        return content_of(
+            rules, tip, self._state.ledger, replace(said, declarations=words), made.state_root, made.merge
+        )
 
 
 def _turned(votes: Votes, proposal: Signed[Proposal]) -> Votes:
