@@ -117,9 +117,10 @@ class Lifecycle(Part):
     def disk_has_room(self, for_state: bool) -> None:
         """There may be room again: stage anew and vote. Others count on it where there is room `for_state`, or once
         something was written."""
+        if not self._own.intent.can_vote:
+            self._staging.forget()  # what was asked for meanwhile was not begun; what is under way since then is
         self._own.intent = replace(self._own.intent, can_vote=True)
         self._liveness.was_full = self._liveness.was_full and not for_state
-        self._staging.forget()
 
     def begin_incarnation(self, incarnation: int) -> None:
         """What we voted for is forgotten on disk too: this incarnation is a newcomer (see `Forget`)."""

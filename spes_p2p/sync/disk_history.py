@@ -53,6 +53,10 @@ class DiskHistory:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
 
+    @property
+    def is_catching_up(self) -> bool:
+        return self._fetching is not None
+
     async def break_off(self) -> bool:
         fetching = self._fetching
         if fetching is None:

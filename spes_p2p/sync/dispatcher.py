@@ -87,7 +87,7 @@ class Dispatcher:
     def tick(self) -> None:
         """Time passed: at least once a heartbeat."""
         self.tell(on.ClockTicked())
-        is_due = self._retry_at is not None and self.now() > self._retry_at
+        is_due = self._retry_at is not None and self.now() > self._retry_at and not self._effects.is_catching_up()
         is_counted_out = self._retry_at is None and self.core.state.liveness.was_full  # until something is written
         if (is_due or is_counted_out) and not self.candidate.lock.locked():
             for_state = not self._has_promised and self._effects.has_room()

@@ -289,6 +289,9 @@ class Driver:
     def make_room(self) -> None:
         self._history.make_room()
 
+    def is_catching_up(self) -> bool:
+        return self._history.is_catching_up
+
     def has_room(self) -> bool:
         store = self._disk.store
         return shutil.disk_usage(store.directory).free >= store.layout.num_values * VALUE_BYTES

@@ -112,6 +112,9 @@ class Effects(Protocol):
     def make_room(self) -> None:
         """The disk is full: work that needs room ends, and what is kept for others goes."""
 
+    def is_catching_up(self) -> bool:
+        """Whether a state is still being fetched, be it that this is breaking off: a thread goes on for a while."""
+
     def has_room(self) -> bool:
         """Whether the disk says that a state fits on it; a quota may be less."""
 

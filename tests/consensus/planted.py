@@ -144,6 +144,14 @@ class GivesUpWhoReturns(Consensus):
         return changed
 
 
+class ForgetsWhatItFetches(Lifecycle):
+    """Who has room on its disk again, and is told so twice, begins anew what it has begun."""
+
+    def disk_has_room(self, for_state: bool) -> None:
+        super().disk_has_room(for_state)
+        self._staging.forget()
+
+
 class NamesWhoIsBehind(Members):
     """Newcomers are named before they have caught up."""
 

@@ -84,6 +84,7 @@ PLANTED: list[tuple[type, str | None, set[str], int]] = [
     (planted.TakesServersForTrainers, "amnesia", {"serving"}, 76),
     (planted.NeverGivesUpAState, "mixed", {"stall", "overruled"}, 611),
     (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}, 0),
+    (planted.ForgetsWhatItFetches, "disk", {"catch-up"}, 11),
 ]
 """Each with the kind of schedule that finds it, what is then broken, and the seed that finds it first."""
 

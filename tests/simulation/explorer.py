@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.table import RULE_NAMES
@@ -33,9 +34,11 @@ class Finding:
     seed: int
     kind: str
     text: str
+    only: str | None = None
 
     def __str__(self) -> str:
-        replay = f"python -m tests.simulation.explorer --first {self.seed} --count 1 --verbose"
+        kind = "" if self.only is None else f" --only '{self.only}'"
+        replay = f"python -m tests.simulation.explorer --first {self.seed} --count 1 --verbose{kind}"
         return f"seed {self.seed} ({self.kind}): {self.text}\n  replay: {replay}"
 
 
@@ -131,18 +134,18 @@ def explore(
         except Exception as error:  # noqa: BLE001 - whatever a schedule brings to light is a finding
             kind = error.kind if isinstance(error, Violation) else "error"
             text = str(error) if isinstance(error, Violation) else traceback.format_exc()
-            summary.findings.append(Finding(seed, kind, text))
+            summary.findings.append(Finding(seed, kind, text, only))
             if len(summary.findings) >= stop_at:
                 break
     return summary
 
 
-def explore_in_parallel(first: int, count: int, processes: int, stop_at: int = 1) -> Summary:
+def explore_in_parallel(first: int, count: int, processes: int, stop_at: int = 1, only: str | None = None) -> Summary:
     """The same over a pool of processes, in chunks of neighbouring seeds."""
     summary = Summary()
     chunks = _chunks(first, count, max(20, count // (16 * processes)))
     with ProcessPoolExecutor(processes) as pool:
-        for part in pool.map(explore, chunks):
+        for part in pool.map(partial(explore, only=only), chunks):
             summary.merge(part)
             if len(summary.findings) >= stop_at:
                 pool.shutdown(cancel_futures=True)
@@ -174,14 +177,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--stop-at", type=int, default=1)
+    parser.add_argument("--only", help="this kind of schedule")
     parser.add_argument("--verbose", action="store_true", help="tell what happens (one schedule only)")
     options = parser.parse_args()
     if options.verbose:
-        run_schedule(options.first, say=lambda line: print(line))  # noqa: T201
+        run_schedule(options.first, only=options.only, say=lambda line: print(line))  # noqa: T201
     if options.processes > 1:
-        summary = explore_in_parallel(options.first, options.count, options.processes, options.stop_at)
+        summary = explore_in_parallel(options.first, options.count, options.processes, options.stop_at, options.only)
     else:
-        summary = explore(range(options.first, options.first + options.count), stop_at=options.stop_at)
+        summary = explore(
+            range(options.first, options.first + options.count), only=options.only, stop_at=options.stop_at
+        )
     sys.stdout.write(report(summary) + "\n")
     return 1 if summary.findings else 0
 

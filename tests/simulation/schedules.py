@@ -358,6 +358,13 @@ def full_disk(world: World, chance: random.Random) -> None:
         peer.fill_disk(chance.choice((2.0, 10.0, 40.0)))
 
 
+def shared_disk(world: World, chance: random.Random) -> None:
+    """A nearly full disk that others fill and free."""
+    peer = _leader(world, chance) if chance.random() < 0.3 else _victim(world, chance)
+    if peer is not None:
+        peer.share_disk(chance.choice((3.0, 10.0, 40.0, 80.0)))
+
+
 def leave(world: World, chance: random.Random) -> None:
     staying = [peer for peer in world.up() if not peer.intent.leaving]
     if len(staying) > 1 or (staying and chance.random() < 0.1):
@@ -391,7 +398,7 @@ KINDS = (
     Kind("old disk", (disk_back,), 1, 2, slowness=2.0),
     Kind("sleep", (sleep,), 1, 3, slowness=6.0),
     Kind("slow leader", (*4 * (slow_leader,), *SLOW_BESIDE), 1, 4, mended_seconds=68.0, slowness=4.0),
-    Kind("disk", (full_disk, quick_restart), 1, 3, slowness=2.0),
+    Kind("disk", (full_disk, *3 * (shared_disk,), quick_restart, isolate, join), 2, 5, slowness=2.0),
     Kind("members", (join, leave, leave), 1, 4, weight=2),
     Kind("mixed", ALL, 3, 7, weight=2),
 )

@@ -18,7 +18,7 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.ids import Hash, PeerId
 from tests.simulation.sim_process import HEARTBEAT_SECONDS, SimProcess
-from tests.simulation.sim_state import STEPS, Disk
+from tests.simulation.sim_state import NOTHING, STATE, STEPS, Disk
 from tests.simulation.symbols import Died
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SimPeer:
         """A process starts on what is on disk."""
         if self.process is None:
             self.disk.arrive(self.world.next_incarnation, restarted=True)
-            self.disk.full = False
+            self.disk.rivals, self.disk.free = None, STATE
             self.process = SimProcess(self)
             self.run(self.process, self.process.begin)
 
@@ -104,11 +104,17 @@ class SimPeer:
     def fill_disk(self, seconds: float) -> None:
         """Nothing can be written for a while."""
         self.world.changed(f"{self.name} has a full disk for {seconds} s")
-        self.disk.full = True
+        self.disk.free = NOTHING
+        self.later(seconds, self._empty_disk)
+
+    def share_disk(self, seconds: float) -> None:
+        """Others fill and free it for a while, at any write."""
+        self.world.changed(f"{self.name} shares its disk for {seconds} s")
+        self.disk.rivals = self.world.random
         self.later(seconds, self._empty_disk)
 
     def _empty_disk(self) -> None:
-        self.disk.full = False
+        self.disk.rivals, self.disk.free = None, STATE
         self.world.changed(f"{self.name} has room again")
 
     def leave(self) -> None:
@@ -161,7 +167,8 @@ class SimPeer:
     @property
     def is_full(self) -> bool:
         """Whether nothing can be written, or it has not tried again yet."""
-        return self.disk.full or (self.process is not None and self.process.driver.dispatcher.is_full)
+        is_short = self.disk.free < STATE or self.disk.rivals is not None
+        return is_short or (self.process is not None and self.process.driver.dispatcher.is_full)
 
     @property
     def round_seconds(self) -> float:

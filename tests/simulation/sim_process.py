@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 1.0
 HARMFUL, WRONG, CANNOT_TRY = 0.05, 0.05, 0.1
 """How many columns are harmful, and how often one who tries them finds the opposite, or nothing."""
+SLOW_SHARE, SLOWNESS = 0.1, 100.0
+"""How much of the work on a disk that others use, too, takes how many times as long."""
 DAY_SECONDS = 86_400.0
 """What the clocks of machines showed when the simulation began."""
 
@@ -151,7 +153,9 @@ class SimProcess:
         self._peer.parted |= notice.kind == "parted"
 
     def work_seconds(self) -> float:
-        return self._peer.work_seconds * (0.2 + 1.6 * self._world.random.random())
+        seconds = self._peer.work_seconds * (0.2 + 1.6 * self._world.random.random())
+        is_slow = self._disk.rivals is not None and self._world.random.random() < SLOW_SHARE
+        return SLOWNESS * seconds if is_slow else seconds
 
     def finds_harmful(self, column: Hash) -> bool:
         """Of one column in twenty most say so; now and then somebody is wrong, or cannot say."""

@@ -6,6 +6,7 @@ the hash of what it was and what came. Whoever computes a root from other tiles 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -25,6 +26,10 @@ T = TypeVar("T")
 State = tuple[Hash, ...]
 """The hash of each tile of a version of the state."""
 _FULL = "the disk is full"
+NOTHING, VOTE, STATE = range(3)
+"""What there is room for on a disk."""
+RIVALS_SHARE = 0.3
+"""Of all writes, how many find that others have filled or freed the disk."""
 SEQUENCE_TOKENS = 8
 BATCH_SEQUENCES = 2
 STEPS = 4
@@ -120,7 +125,9 @@ class Disk:
     staged: dict[int, Hash] = field(default_factory=dict)
     finished: dict[Hash, State] = field(default_factory=dict)
     left: set[Hash] = field(default_factory=set)
-    full: bool = False
+    free: int = STATE
+    rivals: random.Random | None = None
+    """Others on this disk, who fill and free it: whatever is written may find more room than before, or less."""
 
     @property
     def tip(self) -> Manifest:
@@ -156,9 +163,11 @@ class Disk:
         """Whether the state of a manifest, or of one after it, is here whole."""
         return self.tip.round >= manifest.round or manifest.state_root in self.finished
 
-    def check_room(self) -> None:
-        """Raises StorageFull where nothing can be written."""
-        if self.full:
+    def check_room(self, needed: int = STATE) -> None:
+        """Raises StorageFull where that cannot be written."""
+        if self.rivals is not None and self.rivals.random() < RIVALS_SHARE:
+            self.free = self.rivals.choice((NOTHING, NOTHING, VOTE, STATE, STATE))
+        if self.free < needed:
             raise StorageFull(_FULL)
 
     def open(self, is_bound: Callable[[Hash], bool]) -> None:

@@ -26,8 +26,9 @@ from spes_p2p.sync.committer import Committer, long_work
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.round_executor import RoundExecutor
 from tests.simulation.judge import Violation
-from tests.simulation.sim_state import Disk, State, root_of
+from tests.simulation.sim_state import STATE, VOTE, Disk, State, root_of
 from tests.simulation.symbols import (
+    LOCKED_SECONDS,
     PUBLISHING_SECONDS,
     Died,
     Lock,
@@ -36,6 +37,9 @@ from tests.simulation.symbols import (
     SymbolCandidate,
     SymbolWork,
 )
+
+WRITES = 3
+"""Of a state that is fetched, one after the other."""
 
 
 class SymbolVotes:
@@ -55,7 +59,7 @@ class SymbolVotes:
         return self._disk.incarnation
 
     def write(self, record: VoteRecord) -> None:
-        self._disk.check_room()
+        self._disk.check_room(VOTE)
         before, self._disk.record = self.record, record
         self._around.judge.saw_record(self._name, record, self._disk, self._around.guard)
         self._around.wrote(before, record)
@@ -65,7 +69,7 @@ class SymbolVotes:
         self._disk.incarnation = max(self._around.new_incarnation(), above + 1)
 
     def leave(self, record: VoteRecord) -> None:
-        self._disk.check_room()
+        self._disk.check_room(VOTE)
         self._disk.leave(record)
 
     def arrive(self, head: Hash) -> None:
@@ -99,24 +103,38 @@ class SymbolHistory:
         self.running: Coroutine[Any, Any, None] | None = None
         self.moving = Lock()
         self.fetching: Coroutine[Any, Any, None] | None = None
+        self._broken_off: Coroutine[Any, Any, None] | None = None
 
     @contextmanager
     def being_fetched(self) -> Iterator[None]:
+        if self.fetching is not None:
+            raise Violation("catch-up", f"{self._core.me} fetches two states at once, into one place on its disk")
         self.fetching = self.running
         try:
             yield
         finally:
-            self.fetching = None
+            self.fetching = self._broken_off = None
 
     def cancel(self) -> bool:
-        fetching, self.fetching = self.fetching, None
-        if fetching is None or fetching is self.running:
+        """What is being fetched breaks off: not before its pause is over, as a thread would not."""
+        if self.fetching is None or self.fetching is self.running:
             return False
-        fetching.close()
+        self._broken_off = self.fetching
+        return True
+
+    def has_broken_off(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether this work must not go on; it is undone."""
+        if work is not self._broken_off:
+            return False
+        work.close()
         return True
 
     async def break_off(self) -> bool:
-        return self.cancel()
+        if not self.cancel():
+            return False
+        while self._broken_off is not None:
+            await Pause(LOCKED_SECONDS)
+        return True
 
     async def _ask(self, holder: PeerId) -> Disk:
         await Pause(self._around.work_seconds())
@@ -149,6 +167,9 @@ class SymbolHistory:
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, State]:
         self._around.judge.saw_commit(newest)
         theirs, name = await self._ask(holder), newest.certificate.manifest
+        for _ in range(WRITES):
+            self._disk.check_room()
+            await Pause(self._around.work_seconds())
         if not theirs.is_on_chain(name, newest.manifest.round):
             raise NetworkError(holder)
         state = self._around.judge.known[name].state
@@ -247,8 +268,8 @@ class SymbolDriver:
 
     def go_on(self, work: Coroutine[Any, Any, None]) -> float | None:
         """Goes on with work until it pauses, for so many seconds, or ends: None."""
-        if work.cr_frame is None:  # type: ignore[attr-defined]
-            return None  # broken off
+        if self.history.has_broken_off(work):
+            return None
         self.history.running = work
         try:
             seconds: float = work.send(None)
@@ -285,5 +306,8 @@ class SymbolDriver:
     def make_room(self) -> None:
         self.history.cancel()
 
+    def is_catching_up(self) -> bool:
+        return self.history.fetching is not None
+
     def has_room(self) -> bool:
-        return not self.disk.full
+        return self.disk.free >= STATE
