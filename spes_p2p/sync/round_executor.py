@@ -7,10 +7,9 @@ Each ends by telling the state machine how it went, if that is still wanted. Wha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -30,9 +29,6 @@ from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.fraud import Charge, judged
 from spes_p2p.sync.interfaces import RoundWork, SliceWork
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
-
-Take = Callable[[Contribution, Callable[[], bool]], Coroutine[Any, Any, None]]
-"""Asks a peer for its values; the second argument tells whether they are still wanted."""
 
 
 class Collector:
@@ -56,15 +52,11 @@ class Collector:
         """Takes one contribution; returns why it is missing, or "". A peer is not asked again after a silence."""
         if entry.peer == self._core.me:
             return "" if self._core.is_counted(parent, entry) and await values.take_own(entry.peer) else LOST
-        return await self._asked(entry, parent, values.take)
-
-    async def _asked(self, entry: Contribution, parent: Hash, take: Take) -> str:
-        """Lets `take` ask another peer, unless that is of no use; why it gave nothing, or ""."""
         peer, slow = entry.peer, self._slow_in(parent)
         if peer in slow or not self._core.alive(peer, self._now()):
             return LOST
         try:
-            await take(entry, lambda: peer not in slow)
+            await values.take(entry, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
         except OtherValues:

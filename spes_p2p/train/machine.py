@@ -147,7 +147,7 @@ class TrainerMachine:
             return self._go(event)
         actions, uncounted = self._not_taken(event)
         if self.turn is not None:
-            actions.append(CloseTurn(self.turn, event.newest))
+            actions.append(CloseTurn())
         left = self.own.note_counted(event.counted)
         lead = self.own.take_lead()
         if not event.is_member:

@@ -227,9 +227,6 @@ class GoOver:
 class CloseTurn:
     """The turn is over: whoever needs what it began with or handed in takes it now."""
 
-    turn: Turn
-    newest: Manifest
-
 
 @dataclass(frozen=True)
 class UseLease:

@@ -115,7 +115,7 @@ def test_a_round_that_counts_the_work_ends_without_anything_to_carry() -> None:
     assert machine.handle(RoundEnded()) == []
     assert machine.handle(GoAhead()) == []  # without overlap
     close, lease, load = commit(machine, contribution(machine))
-    assert isinstance(close, CloseTurn)
+    assert close == CloseTurn()
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset())
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 0))

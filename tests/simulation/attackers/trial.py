@@ -30,8 +30,8 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
+from spes_p2p.sync.interfaces import SliceWork
 from spes_p2p.sync.organiser_words import Words, roll
-from spes_p2p.sync.round_executor import Take
 from spes_p2p.sync.sealing import KeySealer
 from tests.simulation.attackers import contributions, reducers, talkers
 from tests.simulation.attackers.attack import Attack, Liar, Scene
@@ -78,11 +78,12 @@ class TrialPeer(TrainingPeer):
             progressed(attack.work(work, most) if work.ready else work)
 
         collector, work = self.driver._executor._collector, self.driver._work
-        asked, audit_work, batch = collector._asked, work.audit_work, self.learner.batch
+        collect, audit_work, batch = collector._contribution, work.audit_work, self.learner.batch
         swarm = cast(TrialSwarm, self.swarm)
 
-        async def taken(entry: Contribution, parent: Hash, take: Take) -> str:
-            return await asked(entry, parent, take) if attack.takes(entry.peer, swarm.liars) else LOST
+        async def taken(entry: Contribution, parent: Hash, values: SliceWork) -> str:
+            is_taken = entry.peer == self.name or attack.takes(entry.peer, swarm.liars)
+            return await collect(entry, parent, values) if is_taken else LOST
 
         async def audited(entry: Contribution) -> str | None:
             return attack.finding(entry.peer in swarm.liars, await audit_work(entry))
@@ -97,7 +98,7 @@ class TrialPeer(TrainingPeer):
 
         vars(candidate)["write"] = written
         vars(self.driver)["progressed"] = claimed
-        vars(collector)["_asked"] = taken
+        vars(collector)["_contribution"] = taken
         vars(work)["audit_work"] = audited
         vars(self.learner)["batch"] = altered_batch
         honest = tuple(peer for peer in swarm.peers if peer not in swarm.liars)
