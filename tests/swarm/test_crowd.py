@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 HONEST = ("p0", "p1", "p2")
 ROOMY = ("swarm.heartbeat_seconds=1",)
 """So that nobody falls silent for a busy machine."""
-ROUNDS = 6
+ROUNDS = 4
 """Beside the whole crowd."""
-KEYS = 20
+KEYS = 12
 """Of each kind: with statuses as large as they may be, and with larger ones."""
 LONGEST = tuple(PeerId(f"{at:04}".ljust(MAX_PEER_ID, "Q")) for at in range(1024))
 TILES = 60
