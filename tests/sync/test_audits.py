@@ -21,6 +21,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import ANOTHER_WAY, Likeness
+from spes_p2p.sync.interfaces import SliceWork
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
 from tests.simulation.pretend_peer import PretendWork
@@ -139,10 +140,13 @@ def test_who_names_all_others_lost_reduces_nothing(folder: Path, reason: str) ->
         liar = await start(swarm)
         await swarm.until_round(1)
 
-        async def lost(entry: Contribution, parent: Hash, take: object) -> str:
-            return reason
+        collector = liar.driver._executor._collector
+        collect = collector._contribution
 
-        vars(liar.driver._executor._collector)["_asked"] = lost
+        async def lost(entry: Contribution, parent: Hash, values: SliceWork) -> str:
+            return await collect(entry, parent, values) if entry.peer == LIAR else reason
+
+        vars(collector)["_contribution"] = lost
         first = swarm.peers[PeerId("a")].round + 2
         await swarm.until_round(first + 6)
         said = {life.name for life in swarm.up for notice in life.notices if "leaves out many" in notice.text}
