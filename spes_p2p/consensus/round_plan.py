@@ -10,7 +10,7 @@ from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.fairness import LEADERS_LEAST_ROUND, Fairness
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import LINK_PUBLIC, trainers, weightless
 from spes_p2p.consensus.messages import Declaration, Plan, Signed, Status, Work
@@ -75,7 +75,7 @@ class RoundPlan(Part):
         is_long_enough = self._fairness.is_long_enough(LEADERS_LEAST_ROUND, now)
         if self._leadership.is_closing() and is_long_enough:  # a leader before us has said so
             return True
-        everybody, here = self._members.members_here(now), self._counting(self._members.trainers_here(now))
+        everybody, here = self._members.members_here(now), _counting(self._state.tip, self._members.trainers_here(now))
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
         somebody_goes_on = trained > 0 or self._somebody_stays(everybody, now)
@@ -100,11 +100,6 @@ class RoundPlan(Part):
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
         return elapsed > self._pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
-
-    def _counting(self, here: list[Status]) -> list[Status]:
-        """Without those whose work does not count as yet: anybody may bring many of these, for others to wait for."""
-        waiting = weightless(self._state.tip.members)
-        return [status for status in here if status.peer not in waiting]
 
     def _coming(self, now: float) -> int:
         """Expected tokens of live members that are about to reach our tip and may be READY then (overlap)."""
@@ -153,7 +148,7 @@ class RoundPlan(Part):
     def _all_stopped(self, now: float) -> bool:
         current = self._state.round
         training = [s for s in self._members.members_here(now) if not s.work.ready]
-        counting = {status.peer for status in self._counting(training)}
+        counting = {status.peer for status in _counting(self._state.tip, training)}
         # who counts nothing and says that it does nothing is not waited for: strangers may have any number of keys
         training = [s for s in training if s.peer in counting or s.work.steps or s.work.ready_in_seconds]
         if not training:
@@ -283,3 +278,9 @@ class RoundPlan(Part):
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
         here = parent == self._state.round.tip_hash and entry.peer == self._me
         return here and counts(self._rules, self._state.tip, entry, self._state.round.work)
+
+
+def _counting(tip: Manifest, here: list[Status]) -> list[Status]:
+    """Without those whose work does not count as yet: anybody may bring many of these, for others to wait for."""
+    waiting = weightless(tip.members)
+    return [status for status in here if status.peer not in waiting]
