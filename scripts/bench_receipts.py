@@ -66,7 +66,7 @@ def main() -> None:
         vote = Precommit(info.fingerprint, manifest.parent, 0, manifest_hash(manifest))
         needed = (count - 1) // 3 + 1
         seals = tuple(seal(vote, key) for key in keys[:needed])
-        certificate = Certificate(vote.parent, QUORUM, 0, vote.value, (), seals)
+        certificate = Certificate(vote.parent, QUORUM, 0, vote.value, seals)
         data = pack_receipt(replace(receipt(info, manifest, ledger), roll=signed, certificate=certificate))
         verdict = f"{checked_ms(data):.1f} ms" if len(data) <= MAX_RECEIPT_BYTES else "does not fit"
         print(f"{count:>11}  {needed:>17}  {len(data):>17,} bytes, {verdict}")

@@ -25,15 +25,13 @@ from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest
 from spes_p2p.consensus.messages import (
     Accusation,
-    Choice,
     Commit,
     DecayOrder,
-    DegradedProposal,
-    DegradedVote,
     Plan,
     Precommit,
     Prevote,
     Proposal,
+    Renewal,
     Report,
     Status,
     Votes,
@@ -52,8 +50,8 @@ from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
-    Status, Plan, Report, Accusation, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote,
-    Choice, Manifest, Commit, Envelope, PackedRequest,
+    Status, Plan, Report, Accusation, Proposal, Prevote, Precommit, Votes, Content, Renewal,
+    Manifest, Commit, Envelope, PackedRequest,
     *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending, DecayOrder,
     Witness, Receipt,
 )  # fmt: skip

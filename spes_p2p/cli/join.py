@@ -102,14 +102,6 @@ def join(
     pause_on_battery: Annotated[
         bool, option("Do not train on battery power, where that can be detected.", "--pause-on-battery", panel=LIMITS)
     ] = False,
-    follow: Annotated[
-        str | None,
-        option(
-            "If the run has split into two histories, follow this one, whatever others choose.",
-            metavar="HEX",
-            panel=ADVANCED,
-        ),
-    ] = None,
     nice: Annotated[
         int, option("Give way to other programs: 0 (not at all) to 19 (to all of them).", min=0, max=19, panel=LIMITS)
     ] = 0,
@@ -143,7 +135,6 @@ def join(
         split_words,
     )
     from spes_p2p.peer.pausing import Schedule
-    from spes_p2p.sync.histories import checked_prefix
 
     with for_good():
         invites, overrides = split_words(words or ())
@@ -179,7 +170,6 @@ def join(
             metrics_port=metrics_port,
             metrics_host=metrics_host,
             web_data=web_data,
-            follow="" if follow is None else checked_prefix(follow, "--follow"),
         )
         check_peer_overrides(overrides)
         if config is not None:

@@ -52,12 +52,11 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
         "For organisers: prepares a run (init), shows its history, says who may vote (vouch) and who may not take part "
-        "(ban), lets the learning rate fall (decay), chooses one of two histories, or ends a run.\n\n"
+        "(ban), lets the learning rate fall (decay), or ends a run.\n\n"
         "Example: spes-p2p run inspect spes1...",
         {
             "init": "spes_p2p.cli.run:init",
             "inspect": "spes_p2p.cli.run:inspect",
-            "choose": "spes_p2p.cli.orders:choose",
             "decay": "spes_p2p.cli.orders:decay",
             "vouch": "spes_p2p.cli.orders:vouch",
             "ban": "spes_p2p.cli.orders:ban",

@@ -1,4 +1,4 @@
-"""The orders of `spes-p2p run`: to end a run, to let its learning rate fall, who may take part, which history counts.
+"""The orders of `spes-p2p run`: to end a run, to let its learning rate fall, and who may take part.
 
 Only flags and what is shown; the work is in `peer/organising.py`.
 """
@@ -6,7 +6,6 @@ Only flags and what is shown; the work is in `peer/organising.py`.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -137,7 +136,7 @@ def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
 def ban(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
     """Excludes peers from a run from the next round on, with the organiser's key.
 
-    Says first how many voters stay: where they are too few for a majority, the run stands still for about a minute.
+    Says first how many voters stay: where they are too few for a majority, the organiser's node renews the run.
 
     Example: spes-p2p run ban QmAbc... --folder bootstrap-node
     """
@@ -165,49 +164,3 @@ def _change_roll(peers: list[str], folder: Path, kind: str) -> None:
             "a ban that is already under way is still carried out once: such a peer may come back from the round after "
             "next on"
         )
-
-
-def choose(
-    child: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CHILD",
-            help="First digits of the history to continue, as peers print them (default: list the histories).",
-        ),
-    ] = None,
-    invitation: Invitation = None,
-    initial_peers: OptionalPeers = None,
-    run_id: RunId = None,
-    fingerprint: Fingerprint = None,
-    folder: NodeFolder = NODE,
-    yes: Annotated[bool, option("Do not ask.", "--yes")] = False,
-) -> None:
-    """Chooses, with the organiser's key, which of two histories a run continues; peers on the other switch to it.
-
-    Example: spes-p2p run choose 4f0c2a91d3 --folder bootstrap-node
-    """
-    from spes_p2p.swarm.invite import looks_like_invite
-    from spes_p2p.sync.histories import checked_prefix, choose_child
-
-    if child is not None and looks_like_invite(child):
-        child, invitation = None, child
-    digits = None if child is None else checked_prefix(child, "CHILD")
-    meeting = _meet(folder, invitation, initial_peers, run_id, fingerprint)
-    from spes_p2p.peer.inviting import organisers_sealer
-    from spes_p2p.peer.organising import choose_history, look_at_histories
-
-    parted = look_at_histories(meeting)
-    for line in (line for fork in parted.forks for line in fork.texts(time.time())):
-        typer.echo(to_type(in_folder(line, folder, NODE_FOLDER)) if "spes-p2p run choose" in line else line)
-    if digits is None:
-        if not parted.forks:
-            typer.echo("the run has only one history: there is nothing to choose")
-        return
-    fork, side = choose_child(parted.forks, digits)
-    organisers_sealer(folder / "identity.key", parted.info)  # before anything is asked
-    for line in fork.lost_texts(side.child):
-        typer.echo(f"lost: {line}")
-    if not yes:
-        _confirm(f"continue with {side.name} for everybody?")
-    choose_history(folder / "identity.key", meeting, parted, fork, side)
-    typer.echo(f"the run goes on with {side.name}: peers on other histories switch to it as soon as they hear of it")

@@ -100,6 +100,7 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
 
     `ids`: with the whole ids of all peers.
     """
+    from spes_p2p.consensus.quorum import waiting_text
     from spes_p2p.peer.herald import DATA_FLAG
 
     lines = _ending(report)
@@ -108,8 +109,8 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
         tokens = f"{count_text(report.tokens)} tokens"
         lines.append(f"round {report.round}, step {report.step:,}, {tokens}, model {report.model_hash[:10]}")
     lines += [_certificate(report)]
-    for fork in report.forks:
-        lines += ["", *fork.texts(now)]
+    if report.missing:
+        lines += [f"WAITING: {waiting_text(report.round, report.electors, report.needed, report.missing)}"]
     lines += ["", *_peers(report, now)]
     if ids:
         lines += ["", *(f"{short(one.peer)} is {one.peer}" for one in report.peers)]
@@ -167,9 +168,7 @@ def _certificate(report: RunReport) -> str:
         waiting = sum(peer.state == "waiting" for peer in report.peers)
         return f"the run has not begun: {amount_text(waiting, 'peer')} waiting"
     signed = amount_text(report.seals, "signature")
-    by = f"DEGRADED, {signed} by those members who could be heard" if report.degraded else signed
-    if report.certificate == "organiser":
-        by = "DEGRADED, signed by the organiser for new members"
+    by = "a renewal, signed by the organiser" if report.renewal else signed
     if report.certificate == GENESIS:
         by = "signed by the organiser"
     age = "" if report.head_age_seconds is None else f", {seconds_text(report.head_age_seconds)} old"

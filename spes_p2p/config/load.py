@@ -59,6 +59,7 @@ REMOVED: dict[str, Removed] = {
     "model.foreign_offload": Removed(False),
     "optimizer.gradient_dtype": Removed("fp32"),
     "optimizer.sharding": Removed("none"),
+    "swarm.final_rounds": Removed(20),
     "sync.residual_decay": Removed(1.0),
     "sync.dense_rounds": Removed(0),
     "sync.fragments": Removed(1),

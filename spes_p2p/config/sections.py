@@ -376,10 +376,10 @@ class SwarmConfig(Section):
         "strangers train and count like others, but no number of them decides anything.",
         "all",
     )
-    final_rounds: Positive = agreed(
-        "If the run splits in two histories, peers that made more rounds than this on theirs do not switch to one with "
-        "less work, unless the organiser says so (spes-p2p run choose).",
-        20,
+    renew_after_seconds: Annotated[float, Field(ge=1.0, le=86_400.0)] = agreed(
+        "Where too few electors are heard to commit a round, and a peer waits, the organiser's node names others after "
+        "this many seconds (a renewal).",
+        60.0,
     )
 
 

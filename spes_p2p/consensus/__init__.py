@@ -6,9 +6,9 @@ counts (the *roster*), and which peer averages which *slice* of the values. Redu
 made, everybody fetches it, and the leader builds the new state and *proposes* a *manifest*: content only, it names
 the parent manifest, the roster, the hash of the new state, and who is a member next. The *electors* (members that the
 parent names as such) compute the same state and vote for the manifest once it is on their disks, by Tendermint. Signed
-precommits of a quorum are a *certificate*: a manifest with one is *committed*, and manifests form a chain. Where no
-quorum has been heard for long, those who are left make a *degraded* commit, so that a swarm that was torn apart trains
-on; `forks` says which history wins when they meet again.
+precommits of a quorum are a *certificate*: a manifest with one is *committed*, and manifests form a chain. Where a
+quorum is lost, those who are left wait for it, or for a *renewal*: the organiser's node names other electors, and
+nothing else changes (`renewing`). A peer stands on the history that has counted most (`place`).
 
 No tensor, socket, disk or clock is here, and nothing moves a byte. `Consensus.handle(event, now)` takes what happened
 and returns what is to be done; whoever drives it carries that out in order and tells how it went, as further events.
@@ -20,11 +20,11 @@ What to read, in this order:
 - `state`: all that a peer knows, as plain dataclasses. `parts`: the parts over it, and how they are put together.
 - The parts. Whom it hears: `contacts`, `members`. What it takes in and says: `statuses`, `inbound`, `gossip`. A
   round: `round_plan` (close and plan), `reducing` (average, build), `staging` (what must come to the disk),
-  `proposals`. The vote in a round: `voting`, `leadership`. Without a quorum: `degraded`. Between rounds: `lifecycle`,
-  `following`.
+  `proposals`. The vote in a round: `voting`, `leadership`. Without a quorum: `quorum`, `renewing`. Between rounds:
+  `lifecycle`, `following`.
 - Tendermint, which knows nothing of rounds or tiles: `tendermint`, with what one elector says, over what it knows
   (`vote`, `heard_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
   `electorate`.
 - Pure functions: `rules` (what a child manifest must be), `child_checks`, `certificate`, `membership`, `standing`,
-  `probation`, `slices`, `turns`, `forks`, `bounds`. Measured time: `timing`, `liveness`.
+  `probation`, `slices`, `turns`, `place`, `bounds`. Measured time: `timing`, `liveness`.
 """

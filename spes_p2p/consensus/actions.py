@@ -133,13 +133,14 @@ class CatchUp:
     """Fetch the headers from our tip to the newest that `holder` has, and its state; then `CommitApplied`.
 
     `head` is what the holder says it has; nothing of it is trusted before its certificates are checked. Where its
-    history is another one than ours, or begins with a degraded child of our tip: ask `Consensus.way_to`, and answer
-    with `HistorySwitched` where we move there, else with `ForkRejected`.
+    history is another one than ours: `HeavierFound` where it goes before ours, and `HistorySwitched` once its state is
+    here; else `LighterFound`. `is_back`: we keep no states, and nobody has that of our tip: lower is right.
     """
 
     holder: PeerId
     round: int
     head: Hash
+    is_back: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
+from spes_p2p.consensus.certificate import CheckSignature, check_certificate
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import (
     LINK_CLASSES,
     MAX_VOUCHED,
+    electors,
     most_new,
     newest_roll,
     still_banned,
@@ -22,8 +24,8 @@ from spes_p2p.consensus.membership import (
     weightless,
     with_votes,
 )
-from spes_p2p.consensus.messages import Plan
-from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, derived, merge_alpha_for
+from spes_p2p.consensus.messages import RENEWAL, Commit, Plan
+from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, derived, merge_alpha_for, renewed_manifest
 from spes_p2p.consensus.sizes import most_members
 from spes_p2p.consensus.turns import Ranges, due_columns
 from spes_p2p.errors import RemoteProtocolError
@@ -55,9 +57,38 @@ def check_child(rules: RunRules, parent: Manifest, ledger: Ledger, child: Manife
     _check_merge(rules, parent, child)
 
 
+def check_commit(rules: RunRules, parent: Manifest, ledger: Ledger, commit: Commit, check: CheckSignature) -> None:
+    """Raises RemoteProtocolError where `commit` is not one of a child of `parent`: a quorum's, or a renewal."""
+    if commit.certificate.kind == RENEWAL:
+        check_renewal(rules, parent, commit.manifest)
+    else:
+        check_child(rules, parent, ledger, commit.manifest)
+    check_certificate(parent, commit.manifest, commit.certificate, check, rules.seals)
+
+
+def check_renewal(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    """Raises RemoteProtocolError where `child` differs from `parent` in more than who votes, and the roll."""
+    where = f"renewal of round {parent.round}"
+    known = {(member.peer, member.incarnation) for member in parent.members}
+    new = [member for member in child.members if (member.peer, member.incarnation) not in known]
+    chosen = [member.peer for member in electors(child.members)]
+    expected = renewed_manifest(rules, parent, chosen, new, child.roll)
+    for name in Manifest.__dataclass_fields__:
+        if getattr(child, name) != getattr(expected, name):
+            raise RemoteProtocolError(f"{where}: {name} is not what it was")
+    admission = rules.admission_of(child)
+    allowed = all(admission.may_vote(peer) and not admission.is_banned(peer) for peer in chosen)
+    in_order = child.roll is None or child.roll.is_sane()
+    too_many = len(child.members) > max(most_members(rules), len(parent.members))
+    if not allowed or not in_order or too_many or len(chosen) < rules.fewest_renewed:
+        raise RemoteProtocolError(f"{where}: it names {len(chosen)} electors, or some who may not vote")
+    if any(member.link_class not in LINK_CLASSES or not member.elector for member in new):
+        raise RemoteProtocolError(f"{where}: a new member has an unknown link class, or no vote")
+
+
 def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
-    majority has committed, or the organiser renewed, is followed as it is. Who is vouched for does not count.
+    majority has committed is followed as it is. Who is vouched for does not count.
     """
     admission = rules.admission(child.roll, child.banned, child.vouched, parent.round + 1)
     strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 
-from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import Status
 from spes_p2p.consensus.part import Part
-from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_FORMER, MOST_REMEMBERED
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.consensus.place import claimed_place, place_of
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_FORMER
+from spes_p2p.ids import PeerId
 
 
 class Contacts(Part):
@@ -35,20 +35,9 @@ class Contacts(Part):
         head = self._state.tip_hash
         return (s for s in self.living(now) if s.head == head and s.intent.joining and not s.intent.leaving)
 
-    def is_forked(self, status: Status) -> bool:
-        """Whether a peer that is no further than we are stands on another history of the run than ours."""
-        if status.head == self._state.tip_hash or not 0 <= status.round <= self._state.tip.round:
-            return False
-        return self._others.placed.get(status.head, False)
-
-    def place(self, tips: Iterable[tuple[Hash, bool]]) -> None:
-        """Keeps what was found out of tips of others, as long as somebody stands on them."""
-        placed = self._others.placed
-        placed.update(tips)
-        if len(placed) >= MOST_REMEMBERED:
-            named = {contact.status.head for contact in self._others.contacts.values()}
-            for head in [head for head in placed if head not in named]:
-                del placed[head]
+    def is_behind(self, status: Status) -> bool:
+        """Whether a peer stands lower than we do, on our history or another one: it is to come here."""
+        return status.round >= 0 and claimed_place(status) < place_of(self._state.tip)
 
     def electors_here(self) -> list[Status]:
         """The newest statuses of other electors whose head is ours, in the incarnation that may vote."""
@@ -124,10 +113,3 @@ class Contacts(Part):
             kept.pop(peer, None)
         self._others.refused_dial.discard(peer)
         self._state.round.sent.pop(peer, None)
-
-
-def tips_behind(statuses: Iterable[Status], tip: Manifest, known: Container[Hash]) -> list[tuple[Hash, int]]:
-    """(tip, round) of peers that are not further than `tip`, but for those that are `known`."""
-    own = manifest_hash(tip)
-    behind = (s for s in statuses if 0 <= s.round <= tip.round and s.head != own and s.head not in known)
-    return list({status.head: status.round for status in behind}.items())

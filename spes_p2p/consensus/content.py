@@ -13,8 +13,6 @@ from spes_p2p.consensus.messages import (
     Commit,
     DecayOrder,
     Declaration,
-    DegradedProposal,
-    DegradedVote,
     Plan,
     Precommit,
     Prevote,
@@ -119,8 +117,6 @@ class Envelope:
     verdicts: tuple[Signed[Verdict], ...] = ()
     votes: tuple[Votes, ...] = ()
     contents: tuple[Content, ...] = ()
-    degraded_proposals: tuple[Signed[DegradedProposal], ...] = ()
-    degraded_votes: tuple[Signed[DegradedVote], ...] = ()
     commit: Commit | None = None
     answers: int = 0
     equivocations: tuple[Equivocation, ...] = ()
@@ -128,5 +124,5 @@ class Envelope:
     @property
     def has_news(self) -> bool:
         """Whether it tells of more than how peers stand."""
-        seldom = (self.accusations, self.verdicts, self.degraded_proposals, self.degraded_votes, self.equivocations)
+        seldom = (self.accusations, self.verdicts, self.equivocations)
         return any((self.plan, self.reports, self.votes, self.contents, self.commit, *seldom))

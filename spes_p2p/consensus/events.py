@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.manifest import Contribution, Merge
+from spes_p2p.consensus.manifest import Contribution, Manifest, Merge
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import Commit, DecayOrder, Intent, Report, Signed, Work
 from spes_p2p.consensus.slices import Column
@@ -17,16 +16,12 @@ from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
-Placed = tuple[tuple[Hash, bool], ...]
-"""Tips of others, and whether each is on another history than ours (see `Consensus.tips_to_look_up`)."""
-
 
 @dataclass(frozen=True)
 class MessageReceived:
     """A message came. Its signatures were checked; nothing else was."""
 
     envelope: Envelope
-    placed: Placed = ()
 
 
 @dataclass(frozen=True)
@@ -175,28 +170,28 @@ class CommitApplied:
 
     commit: Commit
     ledger: Ledger | None = None
-    placed: Placed = ()
 
 
 @dataclass(frozen=True)
 class HistorySwitched:
-    """Another history won: `commit` is the committed state here, in place of our rounds since they parted.
-
-    `incarnation` is a new one where our earlier votes for the child of `commit` can not be stood by any more.
-    """
+    """Another history goes before ours: `commit` is the committed state here, in the place of our rounds."""
 
     commit: Commit
     ledger: Ledger
-    incarnation: int
-    placed: Placed = ()
 
 
 @dataclass(frozen=True)
-class ForkRejected:
-    """This peer does not switch to the history that ends in `tip_hash`; it will look at it again later, or never."""
+class HeavierFound:
+    """The certificates of another history that goes before ours are checked; the state of its `manifest` comes next."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class LighterFound:
+    """The history that ends in `tip_hash` does not go before ours, now that its certificates are checked."""
 
     tip_hash: Hash
-    look_again: bool
 
 
 @dataclass(frozen=True)
@@ -230,13 +225,6 @@ class DiskHasRoom:
     """There may be room again; `for_state`: so much is free that a state fits."""
 
     for_state: bool = False
-
-
-@dataclass(frozen=True)
-class HistoryChosen:
-    """The organiser has signed that the run goes on with these children, whatever else is known."""
-
-    children: tuple[Hash, ...]
 
 
 @dataclass(frozen=True)
@@ -295,24 +283,16 @@ Event = (
     | BytesMoved
     | CommitApplied
     | HistorySwitched
-    | ForkRejected
+    | HeavierFound
+    | LighterFound
     | CatchUpFailed
     | AdoptFailed
     | IncarnationBegun
     | DiskFull
     | DiskHasRoom
-    | HistoryChosen
     | DecayOrdered
     | RollSigned
     | PeersFound
     | UplinkMeasured
     | IntentChanged
 )
-
-
-def placed(event: Event, tips: Iterable[tuple[Hash, int]], is_ours: Callable[[Hash, int], bool]) -> Event:
-    """The event with what `is_ours` (tip, round) says of `tips`, those of `Consensus.tips_to_look_up`."""
-    if isinstance(event, MessageReceived | CommitApplied | HistorySwitched):
-        found = tuple((tip, not is_ours(tip, round)) for tip, round in tips)
-        return replace(event, placed=found) if found else event
-    return event

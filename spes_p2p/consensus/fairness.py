@@ -101,7 +101,7 @@ class Fairness(Part):
         Before anybody knows what they take, in a run's first round, half of the electors who train must be READY.
         """
         current, learnt = self._state.round, self._pace.round_seconds
-        if not self._is_asked or self._state.degraded_set:
+        if not self._is_asked:
             return True
         trained = max(now - current.started_at, current.work.seconds)
         if (learnt or self._state.tip.round) and trained >= share * learnt:

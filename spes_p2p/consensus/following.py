@@ -8,8 +8,10 @@ from spes_p2p.consensus.actions import Adopt, CatchUp
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.lifecycle import Lifecycle
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import RENEWAL, Commit, Status
 from spes_p2p.consensus.part import Part
+from spes_p2p.consensus.place import Place, claimed_place, place_of, roll_number
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import MOST_REMEMBERED, Contact
 from spes_p2p.ids import Hash, PeerId
@@ -27,35 +29,30 @@ class Following(Part):
         """A certified child whose state is here becomes the committed state."""
         current = self._state.round
         commit = current.decided
-        if commit is None or current.adopting or commit.certificate.manifest not in current.verified:
+        if commit is None or current.adopting:
+            return False
+        if commit.certificate.kind != RENEWAL and commit.certificate.manifest not in current.verified:
             return False
         current.adopting = True
         self._state.out.append(Adopt(commit))
         return True
 
     def follow(self, now: float) -> bool:
-        """Somebody stands on a later manifest, or on one that is not in our history: fetch it by hash, or compare.
+        """Somebody stands on a manifest that goes before ours: fetch it by hash.
 
         Also where our child is certified and cannot be staged.
         """
         current = self._state.round
-        ahead, strays = [], []
-        head = current.tip_hash
-        for peer, contact in self._others.contacts.items():
-            status = contact.signed.value
-            if status.head != head and self._others.looked_at.get(status.head, float("-inf")) <= now:
-                if status.round > current.tip.round and self._contacts.alive(peer, now):
-                    ahead.append(contact)
-                elif self._contacts.is_forked(status) and self._contacts.alive(peer, now):
-                    strays.append(contact)
+        place, roll = place_of(current.tip), roll_number(current.tip)
+        contacts = self._others.contacts.items()
+        ahead = [c for peer, c in contacts if self._is_ahead(c.status, place, roll) and self._contacts.alive(peer, now)]
         if not ahead:
             self._others.ahead_since = None
         elif self._others.ahead_since is None:
             self._others.ahead_since = now
-        if current.adopting or current.following:
+        if current.adopting or current.following or not ahead or not self._is_left_behind(ahead, now):
             return False
-        asked = [*strays, *ahead] if ahead and self._is_left_behind(ahead, now) else strays
-        not_asked = [contact for contact in asked if self._may_ask(contact.status.peer, now)]
+        not_asked = [contact for contact in ahead if self._may_ask(contact.status.peer, now)]
         if not not_asked:
             return False
         best = max(not_asked, key=self._promise_of)
@@ -65,11 +62,17 @@ class Following(Part):
         self._state.out.append(CatchUp(best.status.peer, best.status.round, best.status.head))
         return True
 
-    def _promise_of(self, contact: Contact) -> tuple[bool, int, int, PeerId]:
-        """Sort key for whom to catch up with: first members that did not fail us, since anybody can claim a round."""
+    def _is_ahead(self, status: Status, place: Place, roll: int) -> bool:
+        """Whether it says that it stands higher than `place`, or that it knows a later roll, which may dislodge us."""
+        if status.round < 0 or status.head == self._state.tip_hash or status.head in self._others.lighter:
+            return False
+        return claimed_place(status) > place or status.roll > roll
+
+    def _promise_of(self, contact: Contact) -> tuple[bool, int, Place, PeerId]:
+        """Sort key for whom to catch up with: first members that did not fail us, since anybody can claim a place."""
         status = contact.status
         is_member = any(member.peer == status.peer for member in self._state.tip.members)
-        return is_member, -self._others.asked_in_vain[status.peer], status.round, status.peer
+        return is_member, -self._others.asked_in_vain[status.peer], claimed_place(status), status.peer
 
     def _may_ask(self, peer: PeerId, now: float) -> bool:
         """Whether to ask `peer` now: once per deadline, and less often if it failed us more often than all members did.
@@ -85,7 +88,7 @@ class Following(Part):
     def _is_left_behind(self, ahead: list[Contact], now: float) -> bool:
         """The certificate of our child normally comes with the next message, its tiles from those who stage them."""
         decided = self._state.round.decided
-        if any(c.status.round > self._state.tip.round + 1 for c in ahead) or not self._state.is_member():
+        if any(c.status.round != self._state.tip.round + 1 for c in ahead) or not self._state.is_member():
             return True
         if decided is not None:
             return not self._can_stage(decided)
@@ -101,37 +104,43 @@ class Following(Part):
 
     def applied(self, commit: Commit, ledger: Ledger | None, now: float) -> None:
         """`commit` is the committed state here, whether voted or caught up with; `ledger`: see `CommitApplied`."""
+        before = self._state.round
         if commit.manifest.round > self._state.tip.round:
-            if commit.manifest.parent == self._state.tip_hash and self._state.round.first_closed_at is not None:
-                trained = self._state.round.first_closed_at - self._state.round.started_at
-                self._pace.observe_round(
-                    max(trained, self._state.round.work.seconds)
-                )  # some of it may have been made ahead
+            if commit.manifest.parent == self._state.tip_hash and before.first_closed_at is not None:
+                trained = before.first_closed_at - before.started_at
+                self._pace.observe_round(max(trained, before.work.seconds))  # some of it may have been made ahead
             self._own.commit = commit
             manifest = commit.manifest
             counted = self._state.ledger.after(manifest.roster, manifest.audited) if ledger is None else ledger
             self._state.ledger = counted
             self._lifecycle.enter(commit.manifest, now)
+            self._others.short_since = self._others.counted_since = None
+            if before.heavier is not None:  # it goes on coming, and may go before this one, too
+                current = self._state.round
+                current.following, current.heavier, current.heavier_at = True, before.heavier, before.heavier_at
 
-    def switched(self, commit: Commit, ledger: Ledger, incarnation: int, now: float) -> None:
-        """Another history won: `commit` is the committed state here, in place of our rounds since they parted.
+    def goes_over(self, heavier: Manifest, now: float) -> None:
+        """The state of this one comes: until it is here we go on, but for votes (see `Leadership.can_vote`)."""
+        self._state.round.heavier, self._state.round.heavier_at = heavier, now
 
-        `incarnation` is a new one where our earlier votes for the child of `commit` can not be stood by any more.
-        """
-        self._own.incarnation = incarnation
+    def switched(self, commit: Commit, ledger: Ledger, now: float) -> None:
+        """Another history goes before ours: `commit` is the committed state here, in place of our rounds."""
+        is_back = place_of(commit.manifest) < place_of(self._state.tip)
         self._own.commit = commit
         self._state.ledger = ledger
-        self._others.placed.clear()
-        self._others.looked_at.clear()
         self._lifecycle.enter(commit.manifest, now)
+        if not is_back:
+            self._others.short_since = self._others.counted_since = None
 
-    def fork_rejected(self, tip_hash: Hash, look_again: bool, now: float) -> None:
-        """We stay on our history."""
-        if len(self._others.looked_at) >= MOST_REMEMBERED:
-            del self._others.looked_at[next(iter(self._others.looked_at))]
-        self._others.looked_at[tip_hash] = now + self._pace.deadline_seconds(0) if look_again else float("inf")
-        self._others.asked_last = None
-        self._state.round.following = False
+    def stays(self, tip_hash: Hash) -> None:
+        """We stay on our history: who stands on the other comes over."""
+        if len(self._others.lighter) >= MOST_REMEMBERED:
+            del self._others.lighter[next(iter(self._others.lighter))]
+        self._others.lighter[tip_hash] = None
+        asked, self._others.asked_last = self._others.asked_last, None
+        if asked is not None:
+            self._others.asked_in_vain[asked] += 1
+        self._state.round.following, self._state.round.heavier = False, None
 
     def catch_up_failed(self, now: float, is_ours: bool) -> None:
         """The holder could not serve what it said it has; another is asked. `is_ours`: no fault of the holder."""
@@ -140,8 +149,11 @@ class Following(Part):
             self._others.asked_in_vain[asked] += 1
             if any(member.peer == asked for member in self._state.tip.members):
                 self._liveness.failed(now)
-        self._state.round.following = False
+        self._state.round.following, self._state.round.heavier = False, None
 
     def adopt_failed(self) -> None:
-        """The state of the certified child is not whole on disk any more : it is made again."""
-        self._state.round.adopting = False
+        """The state of the certified child is not whole on disk any more: it is made again. A renewal comes again."""
+        current = self._state.round
+        current.adopting = False
+        if current.decided is not None and current.decided.certificate.kind == RENEWAL:
+            current.decided = None

@@ -17,7 +17,6 @@ from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import most_new, rank
 from spes_p2p.consensus.messages import (
     Accusation,
-    DegradedProposal,
     Plan,
     Report,
     Signed,
@@ -104,17 +103,17 @@ class Gossip(Part):
         answers = 0 if contact.is_old else theirs.life
         sent = current.sent.setdefault(peer, set())
         statuses += _remembered(contact)
-        if beat_at is not None and theirs.unheard:
+        if beat_at is not None and theirs.unheard and self._state.is_member():
             statuses += self._passed_on(theirs, beat_at)
         if theirs.head == current.tip_hash:
             statuses += self._missed(peer, sent)
-        if theirs.round < current.tip.round:
+        if self._contacts.is_behind(theirs) or theirs.round < 0:
             commit = self._own.commit if _once(sent, "tip") else None
             return Envelope(self._me, statuses, commit=commit, answers=answers)
         if theirs.head != current.tip_hash or self._looks_on(theirs, newcomers):
             return Envelope(self._me, statuses, answers=answers)
         relay = beat_at is not None
-        plan, degraded = self._plan_for(theirs, sent, relay), current.own_degraded
+        plan = self._plan_for(theirs, sent, relay)
         return Envelope(
             self._me,
             statuses,
@@ -125,8 +124,6 @@ class Gossip(Part):
             verdicts=self._verdicts_for(theirs, sent, relay),
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),
-            degraded_proposals=self._degraded_proposals_for(theirs, sent, relay),
-            degraded_votes=(degraded,) if degraded and _once(sent, degraded.value) else (),
             commit=current.decided if relay and current.decided and _once(sent, "decided") else None,
             answers=answers,
             equivocations=self._equivocations_for(sent) if relay else (),
@@ -153,7 +150,11 @@ class Gossip(Part):
         return vouched + strangers[: most_new(len(members))]
 
     def _passed_on(self, theirs: Status, now: float) -> tuple[Signed[Status], ...]:
-        """Fresh statuses of electors that do not reach `theirs` themselves; whatever it asks for, each once."""
+        """Fresh statuses of electors that do not reach `theirs` themselves; whatever it asks for, each once.
+
+        Members do it: who looks on has no tiles to pass on, and a quorum that is heard and cannot work would be renewed
+        by nobody.
+        """
         limit = now - 2 * self._pace.heartbeat_seconds
         asked = {*theirs.unheard} - {theirs.peer}
         known = (self._others.contacts.get(peer) for peer in self._state.electors if peer in asked)
@@ -240,19 +241,8 @@ class Gossip(Part):
         names, proposal = list(theirs.lacks), self._state.round.vote.to_tell.proposal
         if proposal and proposal.author == self._me and theirs.proposal < proposal.value.ballot:
             names.append(proposal.value.value)
-        degraded = self._proposals.degraded()
-        if degraded and degraded.author == self._me and theirs.peer in degraded.value.heard:
-            names.append(degraded.value.value)
         known = ((name, self._proposals.named(name)) for name in dict.fromkeys(names))
         return tuple(content for name, content in known if content and _once(sent, ("content", name)))
-
-    def _degraded_proposals_for(
-        self, theirs: Status, sent: set[object], relay: bool
-    ) -> tuple[Signed[DegradedProposal], ...]:
-        """Those of the sets that they belong to."""
-        known = self._state.round.degraded_proposals.values()
-        chosen = [s for s in known if theirs.peer in s.value.heard and (relay or s.author == self._me)]
-        return tuple(s for s in chosen if _once(sent, ("degraded", s.value.heard, s.value.attempt)))
 
 
 def _remembered(contact: Contact) -> tuple[Signed[Status], ...]:

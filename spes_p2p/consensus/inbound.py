@@ -7,21 +7,16 @@ is bound to, the oldest goes first, and comes again where its author still stand
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from spes_p2p.consensus.audits import Audits
-from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan
+from spes_p2p.consensus.child_checks import check_child, check_commit, check_newcomers, check_plan
 from spes_p2p.consensus.content import Content, Envelope, Equivocation
 from spes_p2p.consensus.electorate import Faults
-from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
-    DegradedProposal,
-    DegradedVote,
     Plan,
     Report,
     Signed,
@@ -31,7 +26,7 @@ from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.slices import reducer_order
-from spes_p2p.consensus.state import MOST_PLANS, MOST_VOTES
+from spes_p2p.consensus.state import MOST_PLANS
 from spes_p2p.consensus.statements import check_content
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.timing import NEVER
@@ -41,8 +36,6 @@ from spes_p2p.ids import NO_HASH, PeerId
 
 MAX_REASON = 64
 """Characters of the reason for which somebody was left out of a slice."""
-K = TypeVar("K")
-Vote = TypeVar("Vote")
 
 
 @dataclass(eq=False)
@@ -77,12 +70,8 @@ class Inbound(Part):
             new |= self._voting.hear(votes, now)
         for evidence in envelope.equivocations:
             self._hear_equivocation(evidence)
-        for proposal in envelope.degraded_proposals:
-            new |= self._hear_degraded_proposal(proposal, now)
         for content in envelope.contents:
             new |= self._hear_content(content, envelope.sender, now)
-        for degraded in envelope.degraded_votes:
-            new |= self._hear_degraded_vote(degraded)
         if envelope.commit is not None:
             new |= self._hear_commit(envelope.commit, envelope.sender, now)
         return new
@@ -111,10 +100,8 @@ class Inbound(Part):
         return True
 
     def _may_plan(self, plan: Plan) -> bool:
-        """Whether its author leads the ballot that it says, or those of us who are left."""
-        if self._state.degraded_set and plan.leader == self._leadership.leader_of(self._state.degraded_set, 0):
-            return self._leadership.is_near(plan.ballot)
-        return plan.leader == self._leadership.leader_of((), plan.ballot) and self._leadership.may_act(plan.ballot)
+        """Whether its author leads the ballot that it says."""
+        return plan.leader == self._leadership.leader_of(plan.ballot) and self._leadership.may_act(plan.ballot)
 
     def _hear_report(self, signed: Signed[Report], now: float) -> bool:
         """Takes the first report of a slice; another one only when nobody could give what the first promised."""
@@ -167,29 +154,6 @@ class Inbound(Part):
             return False
         return all(len(why) <= MAX_REASON and why.isprintable() for _, why in report.left_out)
 
-    def _hear_degraded_proposal(self, signed: Signed[DegradedProposal], now: float) -> bool:
-        """The newest of each set, by its leader."""
-        proposal, current = signed.value, self._state.round
-        if self._rules.faults is Faults.BYZANTINE:  # there only the organiser goes on without a quorum
-            return False
-        if proposal.parent != current.tip_hash or signed.author != proposal.leader or not proposal.heard:
-            return False
-        if proposal.leader != self._leadership.leader_of(proposal.heard, 0) or proposal.ballot < -1:
-            return False
-        if not set(proposal.heard) <= set(self._state.electors) or len(proposal.value) != len(NO_HASH):
-            return False
-        known = current.degraded_proposals.get(proposal.heard)
-        if known is not None and known.value.attempt >= proposal.attempt:
-            return False
-        theirs = [heard for heard, other in current.degraded_proposals.items() if other.author == signed.author]
-        if known is None and len(theirs) >= MOST_VOTES:
-            del current.degraded_proposals[theirs[0]]
-        current.degraded_proposals[proposal.heard] = signed
-        current.failed.clear()
-        if known is None:
-            self._state.note_progress(now)
-        return True
-
     def _hear_content(self, content: Content, sender: PeerId, now: float) -> bool:
         """What a proposal that we know stands for; one that does not follow from our tip is refused."""
         current, name = self._state.round, manifest_hash(content.manifest)
@@ -219,55 +183,16 @@ class Inbound(Part):
         """Raises RemoteProtocolError where a manifest is not what its statements make of our tip."""
         check_content(self._rules, self._state.tip, self._state.ledger, content)
 
-    def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> bool:
-        vote, current = signed.value, self._state.round
-        fits = vote.parent == current.tip_hash and vote.fingerprint == self._rules.fingerprint
-        if not fits or signed.author not in vote.heard or not set(vote.heard) <= set(self._state.electors):
-            return False
-        if signed.author == self._me or len(set(vote.heard)) != len(vote.heard):
-            return False
-        known = current.degraded_votes.get((vote.heard, vote.manifest), {}).get(signed.author)
-        if known is not None and known.value == vote:
-            return False
-        kept = [key for key, votes in current.degraded_votes.items() if signed.author in votes]
-        if len(kept) >= MOST_VOTES:
-            _drop(current.degraded_votes, kept[0], signed.author)
-        current.degraded_votes.setdefault((vote.heard, vote.manifest), {})[signed.author] = signed
-        return True
-
     def _hear_commit(self, commit: Commit, sender: PeerId, now: float) -> bool:
         current, manifest = self._state.round, commit.manifest
         if sender == self._rules.organiser:
             self._others.told_round = manifest.round
-        if manifest.parent != current.tip_hash:
+        if manifest.parent != current.tip_hash or current.decided is not None:
             return False  # rule `follow` asks for the headers
-        name, known = commit.certificate.manifest, current.decided
-        if known is not None and (has_quorum(known) or current.adopting or not has_quorum(commit)):
-            return False
-        if name in current.offered or self._proposals.is_out_of_reach(name, now):
-            return False
         try:
-            check_certificate(
-                current.tip,
-                manifest,
-                commit.certificate,
-                self._state.identity.check_signature,
-                self._rules.seals,
-            )
-            check_child(self._rules, current.tip, self._state.ledger, manifest)
+            check_commit(self._rules, current.tip, self._state.ledger, commit, self._state.identity.check_signature)
         except RemoteProtocolError as error:
             self._state.notify("refused", str(error), sender)
             return True
-        if has_quorum(commit):
-            self._voting.take_decision(commit, now)
-        else:  # what others made without a quorum is taken by a rule of its own, or never
-            if len(current.offered) >= MOST_VOTES:
-                del current.offered[next(iter(current.offered))]
-            current.offered[name] = commit
+        self._voting.take_decision(commit, now)
         return True
-
-
-def _drop(votes: dict[K, dict[PeerId, Vote]], key: K, author: PeerId) -> None:
-    del votes[key][author]
-    if not votes[key]:
-        del votes[key]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.electorate import NIL
+from spes_p2p.consensus.electorate import NIL, Electorate
+from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import Ballots, Status, Votes
 from spes_p2p.consensus.part import Part
-from spes_p2p.consensus.state import MOST_TURNS, Heard
+from spes_p2p.consensus.place import claimed_place, place_of
+from spes_p2p.consensus.state import MOST_TURNS
 from spes_p2p.consensus.vote_events import Step
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId
@@ -20,23 +22,18 @@ class Leadership(Part):
 
     _contacts: Contacts
 
-    def leader_of(self, heard: Heard, ballot: int) -> PeerId:
-        if heard:
-            return next((peer for peer in self._state.round.order if peer in heard), PeerId(""))
+    def leader_of(self, ballot: int) -> PeerId:
         return self._state.electorate.leader(ballot)
 
     def leading(self) -> bool:
-        """As an elector, may we act as leader: of a degraded set, or of our ballot, where we have not given it up?"""
-        if self._state.degraded_set:
-            return self.leader_of(self._state.degraded_set, 0) == self._me
+        """As an elector, may we act as leader of our ballot, where we have not given it up?"""
         vote = self._state.round.vote
-        return vote.step is Step.PROPOSE and self.leader_of((), vote.ballot) == self._me
+        return vote.step is Step.PROPOSE and self.leader_of(vote.ballot) == self._me
 
     def own_ballots(self) -> Ballots:
         vote = self._state.round.vote
-        polka, backed, value = vote.best_known
         prevoted, precommitted = ballot_of(vote.record.prevote), ballot_of(vote.record.precommit)
-        return Ballots(prevoted, precommitted, polka, backed, value, self._state.round.closing)
+        return Ballots(prevoted, precommitted, vote.record.valid_ballot, self._state.round.closing)
 
     def ballot(self) -> int:
         """Ours, or that of the others where we only look on."""
@@ -71,14 +68,12 @@ class Leadership(Part):
         ballot = status.ballots.closing
         if ballot < 0:
             return False
-        if self._state.degraded_set:
-            return status.peer == self.leader_of(self._state.degraded_set, 0)
-        return status.peer == self.leader_of((), ballot) and self.may_act(ballot)
+        return status.peer == self.leader_of(ballot) and self.may_act(ballot)
 
     def is_closing(self) -> bool:
         current = self._state.round
         proposals = (signed.value.ballot for signed in current.vote.heard.proposals.values())
-        is_under_way = current.plan is not None or current.degraded_proposals or any(map(self.may_act, proposals))
+        is_under_way = current.plan is not None or any(map(self.may_act, proposals))
         if current.closing >= 0 or is_under_way:
             return True
         return any(self._may_close(status) for status in self._contacts.electors_here())
@@ -89,13 +84,25 @@ class Leadership(Part):
         return ballot_of(heard.proposal_at(self.ballot()))
 
     def can_vote(self) -> bool:
-        """Whether we are an elector that can write its votes, and has asked what became of the run."""
-        return self._state.is_elector() and self._own.intent.can_vote and self._liveness.asking_since is None
+        """Whether we are an elector that can write its votes, has asked what became of the run, and goes not over."""
+        is_able = self._state.is_elector() and self._own.intent.can_vote
+        return is_able and self._liveness.asking_since is None and not self._yields()
+
+    def _yields(self) -> bool:
+        """Whether a heavier history is coming here whose quorum is heard: two that both grow might never meet."""
+        current, now = self._state.round, self._state.last_event
+        if current.heavier is None or now - current.heavier_at > self._state.pace.deadline_seconds(0):
+            return False
+        place, chosen = place_of(current.heavier), electors(current.heavier.members)
+        there = {s.peer: s.incarnation for s in self._contacts.living(now) if claimed_place(s) >= place}
+        voters = tuple(member.peer for member in chosen)
+        heard = sum(there.get(member.peer) == member.incarnation for member in chosen)
+        return heard >= Electorate(voters, self._rules.faults).quorum
 
     def has_failed(self, now: float) -> bool:
         """The leader of our ballot is lost or has given up, or the round should move and does not."""
         current, ballot = self._state.round, self._state.round.vote.ballot
-        if self._is_out(self.leader_of((), ballot), now):
+        if self._is_out(self.leader_of(ballot), now):
             return True
         deadline = self._state.pace.deadline_seconds(ballot)
         if current.close_asked:
@@ -120,5 +127,6 @@ class Leadership(Part):
         contact = self._state.others.contacts.get(leader)
         if contact is None or contact.status.head == current.tip_hash:
             return False
-        leads_to = contact.status.round > current.tip.round and (current.following or current.adopting)
+        is_higher = claimed_place(contact.status) > place_of(current.tip)
+        leads_to = is_higher and (current.following or current.adopting)
         return not leads_to and now - current.started_at > self._state.pace.deadline_seconds(vote.ballot)

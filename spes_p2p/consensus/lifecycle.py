@@ -9,7 +9,7 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Roll, electors, leader_order
-from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Work, declared
+from spes_p2p.consensus.messages import DecayOrder, Intent, Signed, Work, declared
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
@@ -21,7 +21,7 @@ from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.consensus.work_audits import WorkAudits
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import PeerId
 
 
 @dataclass(eq=False)
@@ -41,8 +41,7 @@ class Lifecycle(Part):
         self._state.round = RoundState(tip, manifest_hash(tip), new_vote(self._state.identity, tip), now, now)
         self._state.round.work = Work(ready=self._own.intent.serving)
         self._state.electors = {member.peer: member.incarnation for member in electors(tip.members)}
-        self._liveness.enter(now)
-        self._state.degraded_set = ()
+        self._liveness.enter()
         self._others.ahead_since = None
         if self._others.asked_last is not None:
             self._others.asked_in_vain.pop(self._others.asked_last, None)
@@ -65,18 +64,6 @@ class Lifecycle(Part):
     def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""
         self._voting.resume(record)
-        self._resume_degraded()
-
-    def _resume_degraded(self) -> None:
-        current, record = self._state.round, self._state.record
-        if record.degraded is None:
-            return
-        proposal = record.degraded.value
-        current.degraded_proposals[proposal.heard] = record.degraded
-        content = current.contents.get(proposal.value)
-        if record.degraded_votes and content is not None:
-            commit = self._voting.commit_of(DEGRADED, proposal.ballot, proposal.heard, content, record.degraded_votes)
-            current.offered[commit.certificate.manifest] = commit
 
     def notice_sleep(self, now: float) -> None:
         """After a late event (the machine slept), takes the silence for our own: restarts all waits, and asks."""
@@ -98,7 +85,8 @@ class Lifecycle(Part):
         if current.first_closed_at is not None:
             current.first_closed_at += asleep
         current.plan_at += asleep
-        current.progress_at = current.reachable_at = current.held_at = now
+        current.progress_at = current.heavier_at = now
+        self._others.short_since = self._others.counted_since = None
         current.seen = dict.fromkeys(current.seen, now)
 
     def disk_full(self, durable: VoteRecord, now: float) -> None:
@@ -108,11 +96,9 @@ class Lifecycle(Part):
         """
         self._own.intent = replace(self._own.intent, can_vote=False)
         self._liveness.was_full = True
-        self._voting.forget_degraded()
         self._staging.forget()
         is_ours = durable.parent == self._state.tip_hash
         self._voting.not_persisted(durable if is_ours else VoteRecord(self._state.tip_hash), now)
-        self._resume_degraded()
 
     def disk_has_room(self, for_state: bool) -> None:
         """There may be room again: stage anew and vote. Others count on it where there is room `for_state`, or once
@@ -129,11 +115,6 @@ class Lifecycle(Part):
     def change_intent(self, intent: Intent) -> None:
         """What this peer wants has changed (join, leave, claims)."""
         self._own.intent = replace(intent, can_vote=self._own.intent.can_vote)
-
-    def choose(self, children: Iterable[Hash]) -> None:
-        """The organiser has signed that the run goes on with these, whatever else is known."""
-        self._others.chosen = frozenset(children)
-        self._others.looked_at.clear()
 
     def order_decay(self, order: Signed[DecayOrder]) -> None:
         """The organiser has signed that the learning rate falls; what we propose from now on says so."""

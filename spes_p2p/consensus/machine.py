@@ -18,8 +18,6 @@ from typing import ClassVar
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
-from spes_p2p.consensus.contacts import tips_behind
-from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
@@ -88,22 +86,20 @@ def take(event: on.Event, parts: Parts, now: float) -> bool:
         case on.CatchUpFailed(is_ours):
             parts.following.catch_up_failed(now, is_ours)
         # where we stand, or what we may and want to do, is another
-        case on.CommitApplied(commit, ledger, placed):
-            parts.contacts.place(placed)
+        case on.CommitApplied(commit, ledger):
             parts.following.applied(commit, ledger, now)
-        case on.HistorySwitched(commit, ledger, incarnation, placed):
-            parts.following.switched(commit, ledger, incarnation, now)
-            parts.contacts.place(placed)
-        case on.ForkRejected(tip_hash, look_again):
-            parts.following.fork_rejected(tip_hash, look_again, now)
+        case on.HeavierFound(manifest):
+            parts.following.goes_over(manifest, now)
+        case on.HistorySwitched(commit, ledger):
+            parts.following.switched(commit, ledger, now)
+        case on.LighterFound(tip_hash):
+            parts.following.stays(tip_hash)
         case on.IncarnationBegun(incarnation):
             parts.lifecycle.begin_incarnation(incarnation)
         case on.DiskFull(durable):
             parts.lifecycle.disk_full(durable, now)
         case on.DiskHasRoom(for_state):
             parts.lifecycle.disk_has_room(for_state)
-        case on.HistoryChosen(children):
-            parts.lifecycle.choose(children)
         case on.DecayOrdered(order):
             parts.lifecycle.order_decay(order)
         case on.RollSigned(roll):
@@ -121,7 +117,7 @@ class Start:
 
     `record` is what a restarted elector has bound itself to; `first_sequence` differs in each life of a peer, and
     rises. `seeds` hear our statuses from the beginning. `secret`: what this peer draws follows from it. `ledger`: up to
-    the tip.
+    the tip. `keeps_states`: see `Own`.
     """
 
     incarnation: int
@@ -133,6 +129,7 @@ class Start:
     seeds: tuple[PeerId, ...] = ()
     secret: bytes = b""
     ledger: Ledger = EMPTY
+    keeps_states: bool = True
 
 
 class Consensus:
@@ -160,10 +157,11 @@ class Consensus:
         own = Own(
             start.incarnation, start.intent, start.commit,
             life=start.first_sequence, sequence=start.first_sequence, secret=start.secret,
+            keeps_states=start.keeps_states,
         )  # fmt: skip
         others = Others(seeds=start.seeds, told_round=start.tip.round)
         round = RoundState(start.tip, name, new_vote(identity, start.tip), now, now)
-        core = cls(State(identity, pace, own, others, round, start.ledger, Liveness(now), now, last_event=now))
+        core = cls(State(identity, pace, own, others, round, start.ledger, Liveness(), now, last_event=now))
         lifecycle = core._parts.lifecycle
         lifecycle.enter(start.tip, now)
         if start.record is not None and start.record.parent == name:
@@ -195,7 +193,6 @@ class Consensus:
     def _receive(self, event: on.MessageReceived, now: float) -> None:
         """Takes a message in. One without news (most heartbeats) does not cause the rules to be tried."""
         parts = self._parts
-        parts.contacts.place(event.placed)
         parts.lifecycle.notice_sleep(now)
         for verdict in event.envelope.verdicts:
             parts.work_audits.hear(verdict)
@@ -209,16 +206,11 @@ class Consensus:
 
     def _listen(self, now: float) -> bool:
         self._parts.lifecycle.notice_sleep(now)
-        return self._parts.degraded.listen(now)
+        return self._parts.quorum.listen(now)
 
     def _advance(self, now: float, tick: int = 0) -> None:
         """Tries the rules until none fires, then says what others should know. Time alone is looked at in a tick."""
-        degraded = self._parts.degraded
         self._listen(now)
-        if tick or self.state.degraded_set:
-            if self.state.round.decided is not None:
-                self._parts.proposals.look_for(self.state.round.decided, now)
-            degraded.become(degraded.electors(now))
         fired = True
         while fired:
             situation, fired = situation_of(self.state, self._parts, now) | tick, False
@@ -264,30 +256,3 @@ class Consensus:
     def handed_out(self, child: Manifest) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
         """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""
         return self._parts.reducing.handed_out(child)
-
-    def way_to(self, ours: Line, theirs: Line, now: float) -> ForkDecision:
-        """Whether to go from our tip, the last of `ours`, to the tip of `theirs`, which was checked.
-
-        Both begin on top of one common manifest.
-        """
-        return self._parts.degraded.way_to(ours, theirs, now)
-
-    def still_takes(self, child: Commit) -> bool:
-        """Whether a child of our tip that was to be taken may be, now that its state is here."""
-        return self._parts.degraded.still_takes(child)
-
-    def tips_to_look_up(self, event: on.Event) -> list[tuple[Hash, int]]:
-        """(tip, round) of other peers for which this event needs to know whether they are in our history.
-
-        The keeper of our history answers by setting `placed` of the event.
-        """
-        others = self.state.others
-        heard = (contact.status for contact in others.contacts.values())
-        match event:
-            case on.MessageReceived(envelope):
-                return tips_behind((signed.value for signed in envelope.statuses), self.tip, others.placed)
-            case on.CommitApplied(commit):
-                return tips_behind(heard, commit.manifest, others.placed)
-            case on.HistorySwitched(commit):  # what is known was of the history that we leave
-                return tips_behind(heard, commit.manifest, ())
-        return []

@@ -82,6 +82,7 @@ class Audited:
 class Manifest:
     """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
 
+    `counted` is what its chain has counted of trusted peers (see `place`).
     `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
     `ledger` is the root of what was counted of each peer up to here, this round included (see `Ledger`).
     `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
@@ -97,6 +98,7 @@ class Manifest:
     parent: Hash
     step: int
     tokens: int
+    counted: int
     roster: tuple[Contribution, ...]
     slices: tuple[Slice, ...]
     wire_root: Hash

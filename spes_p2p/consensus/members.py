@@ -9,6 +9,7 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.membership import rank, trainers
 from spes_p2p.consensus.messages import Declaration, Intent, Signed, Status, declared, plan_hash
 from spes_p2p.consensus.part import Part
+from spes_p2p.consensus.place import roll_number
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.statements import is_sane_declaration
 from spes_p2p.ids import NO_HASH, PeerId
@@ -43,7 +44,16 @@ class Members(Part):
             unheard=self._contacts.unheard(),
             moved=current.moved,
             life=self._own.life,
+            counted=current.tip.counted,
+            roll=roll_number(current.tip),
+            silent=self._silent(),
         )
+
+    def _silent(self) -> tuple[PeerId, ...]:
+        """Members who may vote and whom we do not hear, not even through others."""
+        admission, now = self._state.admission(), self._state.last_event
+        may_vote = (member.peer for member in self._state.tip.members if admission.may_vote(member.peer))
+        return tuple(peer for peer in may_vote if not self._contacts.alive(peer, now))
 
     def announced_intent(self) -> Intent:
         told, measured = self._own.intent.uplink_bytes_per_second, self._own.uplink_bytes_per_second
@@ -69,7 +79,7 @@ class Members(Part):
         return [status for status in self.members_here(now) if status.peer in training]
 
     def live_electors(self, now: float) -> list[PeerId]:
-        """Electors of our tip that were heard of late, say that they can vote, and stand on it or on one before it."""
+        """Electors of our tip that were heard of late, say that they can vote, and stand on it or lower."""
         found = [self._me] if self._leadership.can_vote() and self._liveness.can_be_counted_on(self._pace, now) else []
         return found + [peer for peer in self._state.electors if peer != self._me and self._is_live(peer, now)]
 
@@ -80,9 +90,7 @@ class Members(Part):
         status = contact.signed.value
         if status.incarnation != self._state.electors[peer] or not status.intent.can_vote:
             return False
-        return status.head == self._state.tip_hash or (
-            0 <= status.round < self._state.tip.round and not self._contacts.is_forked(status)
-        )
+        return status.head == self._state.tip_hash or self._contacts.is_behind(status)
 
     def speak(self) -> None:
         """Signs our status as it is now."""

@@ -18,8 +18,9 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+GENESIS = "genesis"
 QUORUM = "quorum"
-DEGRADED = "degraded"
+RENEWAL = "renewal"
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,13 @@ class Seal:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The commit of a manifest.
-
-    `heard` names the makers of a degraded one, and is empty where the organiser alone made it; `ballot` is then that of
-    a polka for this manifest, -1 where they knew of none. In genesis it is 0.
-    """
+    """The commit of a manifest: precommits of a quorum, or the organiser's signature alone, in ballot 0."""
 
     parent: Hash
     kind: str
     ballot: int
     manifest: Hash
-    heard: tuple[PeerId, ...]
     seals: tuple[Seal, ...]
-
-    @property
-    def by_organiser(self) -> bool:
-        """Whether the organiser's key named new members, since nobody was left who votes."""
-        return self.kind == DEGRADED and not self.heard
-
-    @property
-    def label(self) -> str:
-        """For people: "quorum", "degraded", "organiser" or "genesis"."""
-        return "organiser" if self.by_organiser else self.kind
 
 
 @dataclass(frozen=True)
@@ -81,31 +67,12 @@ class Precommit:
 
 
 @dataclass(frozen=True)
-class DegradedVote:
-    """A vote of those who heard no live quorum for long; a kind of its own, never added to precommits.
-
-    `ballot` is that of the newest polka for this manifest that one of them knew, -1 for none. The organiser signs it
-    alone, with nobody in `heard`, where no elector is left: the run goes on with the members that `manifest` names.
-    """
+class Renewal:
+    """What the organiser signs alone where a quorum is lost: `manifest` differs from `parent` in its electors only."""
 
     fingerprint: Hash
     parent: Hash
-    heard: tuple[PeerId, ...]
-    ballot: int
     manifest: Hash
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the organiser signs where two histories stand apart: the one that goes on from `parent` with `child`.
-
-    Of several for one parent the one that was signed last counts; `at_seconds`: Unix seconds by the organiser's clock.
-    """
-
-    fingerprint: Hash
-    parent: Hash
-    child: Hash
-    at_seconds: int
 
 
 @dataclass(frozen=True)
@@ -158,16 +125,13 @@ class Intent:
 class Ballots:
     """An elector's voting state for the child of its head, as far as it is on disk; -1 for none.
 
-    `prevoted` and `precommitted` are the newest ballots of its votes. `value` is what it would keep to without a
-    quorum: that of the newest polka whose state it has, of ballot `polka`, else what it prevoted last, in ballot
-    `backed`. `closing` is the ballot as whose leader it closes the round.
+    `prevoted` and `precommitted` are the newest ballots of its votes, `polka` that of the newest polka whose state it
+    has. `closing` is the ballot as whose leader it closes the round.
     """
 
     prevoted: int = -1
     precommitted: int = -1
     polka: int = -1
-    backed: int = -1
-    value: Hash = NO_HASH
     closing: int = -1
 
 
@@ -198,11 +162,13 @@ class Declaration:
 class Status:
     """What every peer keeps telling. A later `sequence` of the same incarnation replaces the earlier one.
 
-    `round` and `head` name the newest manifest that it stands on; everything below is about the child of `head`.
+    `round` and `head` name the manifest that it stands on, `counted` and `roll` are what that has counted and the
+    number of its roll; everything below is about the child of `head`.
     `plan`, `reports` (one byte a slice of the plan) and `proposal` (the newest ballot) say what it has, so that others
     send what it lacks; `lacks` names manifests whose content it needs; `staged` (one byte a slice) says which slices it
-    can serve. `unheard` are electors that do not reach it. `moved` grows while bytes of this round move at it. `life`
-    tells one life of its process from another. Others than their author pass on its `declaration` alone.
+    can serve. `unheard` are electors that do not reach it themselves, `silent` trusted members that it does not hear at
+    all. `moved` grows while bytes of this round move at it. `life` tells one life of its process from another. Others
+    than their author pass on its `declaration` alone.
     """
 
     fingerprint: Hash
@@ -222,6 +188,9 @@ class Status:
     unheard: tuple[PeerId, ...] = ()
     moved: int = 0
     life: int = 0
+    counted: int = 0
+    roll: int = 0
+    silent: tuple[PeerId, ...] = ()
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -232,7 +201,7 @@ class Status:
     def declaration(self) -> Declaration:
         rest = (
             self.round, self.ballots, self.plan, self.reports, self.staged, self.proposal, self.lacks, self.unheard,
-            self.moved, self.life,
+            self.moved, self.life, self.counted, self.roll, self.silent,
         )  # fmt: skip
         return Declaration(
             self.fingerprint, self.peer, self.incarnation, self.sequence, self.head, self.work, self.intent,
@@ -306,21 +275,6 @@ class Verdict:
     parent: Hash
     peer: PeerId
     finding: str
-
-
-@dataclass(frozen=True)
-class DegradedProposal:
-    """The leader of a degraded set asks those in it to sign a manifest; `attempt` numbers what it asked.
-
-    `ballot` is that of the votes (see `DegradedVote`).
-    """
-
-    parent: Hash
-    attempt: int
-    leader: PeerId
-    heard: tuple[PeerId, ...]
-    ballot: int
-    value: Hash
 
 
 @dataclass(frozen=True)

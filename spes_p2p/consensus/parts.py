@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.following import Following
 from spes_p2p.consensus.gossip import Gossip
@@ -19,7 +18,9 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.quorum import Quorum
 from spes_p2p.consensus.reducing import Reducing
+from spes_p2p.consensus.renewing import Renewing
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import State
@@ -47,7 +48,8 @@ class PartClasses:
     reducing: type[Reducing] = Reducing
     voting: type[Voting] = Voting
     lifecycle: type[Lifecycle] = Lifecycle
-    degraded: type[Degraded] = Degraded
+    quorum: type[Quorum] = Quorum
+    renewing: type[Renewing] = Renewing
     following: type[Following] = Following
     statuses: type[Statuses] = Statuses
     gossip: type[Gossip] = Gossip
@@ -73,7 +75,8 @@ class Parts:
         self.reducing = classes.reducing(state, contacts, proposals, staging, checks)
         self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, fairness)
         self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, work_audits, staging, voting)
-        self.degraded = classes.degraded(state, contacts, leadership, members, proposals, voting)
+        self.quorum = classes.quorum(state, contacts, members, proposals)
+        self.renewing = classes.renewing(state, contacts, leadership, voting)
         self.following = classes.following(state, contacts, proposals, lifecycle)
         self.statuses = statuses = classes.statuses(state, contacts, leadership, self.round_plan, voting)
         self.gossip = classes.gossip(state, contacts, leadership, members, proposals, staging)

@@ -52,9 +52,8 @@ class Reducing(Part):
         """If we lead and all slices that can still be reduced are staged, asks for the new state to be computed."""
         current = self._state.round
         target = self._proposals.target()
-        is_bound = bool(self._state.degraded_set) and self._proposals.bound()[0]
         has_another = target is not None and not self._proposals.is_hopeless(target)
-        if current.plan is None or current.building or has_another or is_bound:
+        if current.plan is None or current.building or has_another:
             return False
         if self._proposals.verified_before() is not None:
             return False

@@ -23,7 +23,6 @@ from spes_p2p.consensus.manifest import (
     manifest_hash,
 )
 from spes_p2p.consensus.membership import (
-    MAX_MEMBERS,
     Admission,
     Member,
     Roll,
@@ -34,6 +33,7 @@ from spes_p2p.consensus.membership import (
     with_votes,
 )
 from spes_p2p.consensus.messages import Work
+from spes_p2p.consensus.place import counted_in
 from spes_p2p.consensus.standing import with_standing
 from spes_p2p.consensus.turns import AS_OFTEN, Ranges, Vocabulary, due_tiles
 from spes_p2p.consensus.weights import next_step
@@ -87,11 +87,11 @@ class RunRules:
     faults: Faults = Faults.CRASH
     """What electors may do wrong, and so what is a quorum of them."""
     organiser: PeerId = NOBODY
-    """Who may name new members alone (see `renewed_manifest`); nobody in a run without an organiser."""
+    """Who may name other electors alone (see `renewed_manifest`); nobody in a run without an organiser."""
     by_vouch: bool = False
     """Only members whom the organiser vouches for, and itself, vote."""
-    final_rounds: int = 20
-    """A history that has gone on for more rounds than this is not left for one with less work (see `forks`)."""
+    renew_after_seconds: float = 60.0
+    """How long a quorum is missed until the organiser's node names other electors (see `renewing`)."""
 
     @property
     def seals(self) -> SealRule:
@@ -104,6 +104,10 @@ class RunRules:
         """Who may take part and vote by this roll in a manifest of `round`; `banned` and `vouched` as it has them."""
         epoch = sha256(self.fingerprint, (round // EPOCH_ROUNDS).to_bytes(8, "big"))
         return Admission(roll, self.by_vouch, self.organiser, banned, vouched, epoch)
+
+    def admission_of(self, manifest: Manifest) -> Admission:
+        """Who may take part and vote by what `manifest` says."""
+        return self.admission(manifest.roll, manifest.banned, manifest.vouched, manifest.round)
 
     def with_standing(
         self,
@@ -130,6 +134,11 @@ class RunRules:
         if piece.block:
             return self.expert_rounds
         return self.vocabulary.rounds if piece.first_tile < self.vocabulary.tiles else 1
+
+    @property
+    def fewest_renewed(self) -> int:
+        """A renewal names so many electors at least: one alone might be the one that lies."""
+        return 2 if self.faults is Faults.BYZANTINE else 1
 
     @property
     def num_columns(self) -> int:
@@ -267,6 +276,7 @@ def derived(
         parent=manifest_hash(parent),
         step=step,
         tokens=parent.tokens + sum(entry.tokens for entry in outcome.roster),
+        counted=parent.counted + counted_in(outcome.roster, rules.admission_of(parent)),
         roster=outcome.roster,
         slices=outcome.slices,
         wire_root=outcome.wire_root,
@@ -304,6 +314,7 @@ def genesis_manifest(
         parent=NO_HASH,
         step=0,
         tokens=0,
+        counted=0,
         roster=(),
         slices=(),
         wire_root=sha256(),
@@ -323,26 +334,27 @@ def genesis_manifest(
 def renewed_manifest(
     rules: RunRules,
     parent: Manifest,
-    ledger: Ledger,
-    state_root: Hash,
-    members: Sequence[Member],
-    wishes: Mapping[PeerId, OwnershipRequest],
+    chosen: Collection[PeerId],
+    newcomers: Sequence[Member] = (),
     roll: Roll | None = None,
 ) -> Manifest:
-    """The child with which a run goes on where no elector is left: new members, no work, a state that somebody has.
+    """The child with which a run goes on where a quorum is lost: only who votes is another, and the organiser's roll.
 
-    `ledger`: up to the parent. `state_root` is that of the parent, or of one before it where nobody has the parent's
-    state any more.
+    `chosen` vote on what follows. `newcomers` become members: where nobody else has the state.
     """
-    roll = newest_roll(parent.roll, roll)
-    banned = still_banned(parent.banned, parent.roll, roll)
-    admission = rules.admission(roll, banned, parent.vouched, parent.round + 1)
-    allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
-    voting = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
-    named = rules.with_standing(parent, ledger, voting)
-    theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
-    outcome = Outcome(
-        (), (), sha256(), state_root, None,
-        roll=roll, banned=banned, ledger=parent.ledger, vouched=parent.vouched,
-    )  # fmt: skip
-    return child_manifest(rules, parent, outcome, named, theirs)
+    named = {member.peer: member for member in parent.members} | {member.peer: member for member in newcomers}
+    members = tuple(replace(named[peer], elector=peer in chosen) for peer in sorted(named))
+    newest = newest_roll(parent.roll, roll)
+    return replace(
+        parent,
+        round=parent.round + 1,
+        parent=manifest_hash(parent),
+        roster=(),
+        slices=(),
+        wire_root=sha256(),
+        merge=None,
+        members=members,
+        roll=newest,
+        banned=still_banned(parent.banned, parent.roll, newest),
+        audited=(),
+    )

@@ -76,6 +76,7 @@ class Staging(Part):
         current.building = None
         current.outcome = None
         current.adopting = current.following = False
+        current.heavier = None
         current.close_asked = current.close_asked and current.work.ready
         for index in [index for index, report in current.reports.items() if report.author == self._me]:
             del current.reports[index]
@@ -144,6 +145,7 @@ class Staging(Part):
 
     def bytes_moved(self, now: float) -> None:
         """Some of what is fetched has come."""
+        self._state.round.heavier_at = now
         if self._note_progress(now):
             self._state.round.moved += 1
 

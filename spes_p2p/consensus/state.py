@@ -25,8 +25,6 @@ from spes_p2p.consensus.messages import (
     Commit,
     DecayOrder,
     Declaration,
-    DegradedProposal,
-    DegradedVote,
     Intent,
     Plan,
     Report,
@@ -47,8 +45,6 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 MAX_NEWCOMERS = 64
 MOST_FORMER = 64
 """Peers that are no members any more for which there is room beside those."""
-MOST_VOTES = 8
-"""Most votes of one kind, and most proposals, kept per elector and round, besides those that bind somebody."""
 MOST_READY = 16
 """What one member may say in a round that it trained: each of its lives says it once or twice."""
 MOST_PLANS = 16
@@ -61,24 +57,26 @@ HOPELESS = 8
 MAX_FAILED_FETCHES = 2
 """Failed fetches after which a report is dropped; one is enough for a peer whose report was dropped before."""
 MOST_REMEMBERED = 256
-"""Tips of others of which we remember whether they belong to our history."""
+"""Tips of others of which we remember that they do not go before ours."""
 MAX_NOTICE = 300
 """Characters of what is told to a person."""
 T = TypeVar("T")
 Key = tuple[int, int]
 """(first tile, tiles) of a slice."""
-Heard = tuple[PeerId, ...]
-"""The electors of a degraded set; empty where a live quorum may be there."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this peer is, in which run, and how it signs and checks signatures."""
+    """Who this peer is, in which run, and how it signs and checks signatures.
+
+    `organiser` signs as the run's organiser, where its key is here.
+    """
 
     me: PeerId
     rules: RunRules
     sealer: Sealer
     check_signature: CheckSignature
+    organiser: Sealer | None = None
 
 
 @dataclass
@@ -107,6 +105,7 @@ class Own:
     `commit` is the certificate and manifest of the tip where known. `uplink_bytes_per_second` is measured, 0 while
     unknown. `has_news`: it is the author of something that all should hear at once. `last_broadcast`: a change of it
     makes this peer speak to all. `secret`: nobody else can know what this peer draws.
+    `keeps_states`: without, it follows certificates only, and stands where others have the state.
     """
 
     incarnation: int
@@ -119,33 +118,32 @@ class Own:
     last_broadcast: object = None
     has_news: bool = False
     secret: bytes = b""
+    keeps_states: bool = True
 
 
 @dataclass
 class Others:
     """What is known of other peers, over all rounds.
 
-    `told_round` is the newest round by the word of the bootstrap node, which need not have its state. `chosen` are
-    children of which the organiser signed that the run goes on with them, `decay` is its word on the learning rate,
-    `roll` its newest on who may vote and who is banned. `reply_due`: who hears from us at once. `refused_dial`: whose
-    host said that the process is gone. `kept_waiting`: whose running step a round waited for in vain, until a round
-    counts their work, or, where nobody lies, they are READY; `moving_in_vain`: whose moving bytes it waited for, until
-    a slice of theirs comes. `withholding_peers`: whose tiles were asked for in vain; of them one try is enough, until
-    one of theirs comes. `asked`, `asked_last`, `asked_in_vain`: whom we asked to catch up with, when, and how often for
-    nothing. `ahead_since` is when somebody was first seen on a later manifest. `placed`: whether a tip of others is on
-    another history than ours; `looked_at`: until when such histories, by their tips, are not looked at again.
-    `evidence`: what members say of who has lied as a reducer, by whom they say it of and who does; `false_accusers`:
-    who was wrong. `equivocations`: who voted twice.
-    `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie.
-    `leaving_since`: for members that said they leave, the tip on which they said so first, in the same runs.
-    `named`: for how many rounds each was a member, of those who are and who were lately.
-    `heard_since`: since when a peer is heard without a silence for which it would be suspected (see `note_time`).
+    `told_round` is the newest round by the word of the bootstrap node, which need not have its state. `decay` is the
+    organiser's word on the learning rate, `roll` its newest on who may vote and who is banned. `reply_due`: who hears
+    from us at once. `refused_dial`: whose host said that the process is gone. `kept_waiting`: whose running step a
+    round waited for in vain, until a round counts their work, or, where nobody lies, they are READY;
+    `moving_in_vain`: whose moving bytes it waited for, until a slice of theirs comes. `withholding_peers`: whose
+    tiles were asked for in vain; of them one try is enough, until one of theirs comes. `asked`, `asked_last`,
+    `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
+    was first seen on a higher manifest. `lighter`: tips of others that do not go before ours, though they say so.
+    `short_since`, `counted_since`, `lacking`: see `Renewing`. `evidence`: what members say of who has lied as a
+    reducer, by whom they say it of and who does; `false_accusers`: who was wrong. `equivocations`: who voted twice.
+    `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie. `leaving_since`: for
+    members that said they leave, the tip on which they said so first, in the same runs. `named`: for how many rounds
+    each was a member, of those who are and who were lately. `heard_since`: since when a peer is heard without a
+    silence for which it would be suspected (see `note_time`).
     """
 
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
     seeds: tuple[PeerId, ...] = ()
     told_round: int = 0
-    chosen: frozenset[Hash] = frozenset()
     decay: Signed[DecayOrder] | None = None
     roll: Signed[Roll] | None = None
     reply_due: set[PeerId] = field(default_factory=set)
@@ -157,8 +155,10 @@ class Others:
     asked_last: PeerId | None = None
     asked_in_vain: Counter[PeerId] = field(default_factory=Counter)
     ahead_since: Moment | None = None
-    placed: dict[Hash, bool] = field(default_factory=dict)
-    looked_at: dict[Hash, Moment] = field(default_factory=dict)
+    lighter: dict[Hash, None] = field(default_factory=dict)
+    short_since: Moment | None = None
+    counted_since: Moment | None = None
+    lacking: str = ""
     evidence: dict[PeerId, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
     equivocations: dict[PeerId, Equivocation] = field(default_factory=dict)
     votes_before: HeardVotes | None = None
@@ -184,10 +184,9 @@ class RoundState:
     `mine` are slices of the plan that we may have to reduce, `index_of` the places of all in it.
     `reports` are those that brought values; `empty_reports` those of reducers that had none. `seen` is when a reducer
     of the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
-    `failed_fetches` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided`
-    could be had last by anybody's word, `held_at` by that of an elector; `given_up` are children that were lost.
+    `failed_fetches` those to fetch what a reducer reported of a slice.
     `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
-    `offered`: degraded children that others made, and that may not be taken as yet.
+    `heavier` is what we are going over to, `heavier_at` when something of it came last.
     `ready` is what members said that they trained, by the roster entry that follows from it.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
     `refused` those that do not follow from the tip, or name tiles that no mean gives.
@@ -248,22 +247,17 @@ class RoundState:
     outcome: tuple[Build, Outcome] | None = None
     contents: dict[Hash, Content] = field(default_factory=dict)
     refused: set[Hash] = field(default_factory=set)
-    degraded_proposals: dict[Heard, Signed[DegradedProposal]] = field(default_factory=dict)
     verifying: Hash = NO_HASH
     verified: set[Hash] = field(default_factory=set)
     unfit: dict[Hash, int] = field(default_factory=dict)
     in_vain: Counter[Hash] = field(default_factory=Counter)
     failed_fetches: Counter[tuple[int, PeerId]] = field(default_factory=Counter)
     verify_after: Moment = 0.0
-    own_degraded: Signed[DegradedVote] | None = None
-    degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
     decided: Commit | None = None
-    offered: dict[Hash, Commit] = field(default_factory=dict)
-    reachable_at: Moment = 0.0
-    held_at: Moment = 0.0
-    given_up: set[Hash] = field(default_factory=set)
     adopting: bool = False
     following: bool = False
+    heavier: Manifest | None = None
+    heavier_at: Moment = 0.0
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
     plans_of: dict[PeerId, int] = field(default_factory=dict)
     here_since: dict[PeerId, Moment] = field(default_factory=dict)
@@ -297,8 +291,7 @@ class RoundState:
 class State:
     """All that one peer knows. `electors` vote on the child of the tip, each in one incarnation.
 
-    `ledger` is what was counted up to the tip. `degraded_set` are those who make a degraded child with us, empty while
-    a live quorum may be there. `out` are the actions that the event at hand has led to so far.
+    `ledger` is what was counted up to the tip. `out` are the actions that the event at hand has led to so far.
     """
 
     identity: Identity
@@ -311,7 +304,6 @@ class State:
     next_heartbeat: Moment
     last_event: Moment
     electors: dict[PeerId, int] = field(default_factory=dict)
-    degraded_set: Heard = ()
     out: list[Action] = field(default_factory=list)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
@@ -11,6 +12,7 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.membership import MAX_ELECTORS
 from spes_p2p.consensus.messages import Signed, Status, declared, plan_hash
 from spes_p2p.consensus.part import Part
+from spes_p2p.consensus.place import Place, claimed_place, place_of, roll_number
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.state import Contact
 from spes_p2p.consensus.timing import NEVER, Moment
@@ -21,7 +23,7 @@ from spes_p2p.ids import NO_HASH, PeerId
 MOST_LACKED = 8
 """Contents that somebody may ask for at once."""
 MOST_MORE = 2
-"""Times as many as vote on our head may vote on another."""
+"""Times as many as vote on our head, or are members, may be so on another."""
 MAX_WAIT_EXTENSIONS = 16
 """Most deadlines that a round waits because others report moving bytes, while nothing arrives here."""
 
@@ -87,9 +89,11 @@ class Statuses(Part):
     def _needs_evaluation(self, last: Status, status: Status) -> bool:
         """Whether the rules need to look at once. Most of it concerns the leader; the rest waits for a tick."""
         current, ballots, before = self._state.round, status.ballots, last.ballots
-        if status.round > current.tip.round or status.incarnation != last.incarnation or status.intent != last.intent:
+        if (status.incarnation, status.intent) != (last.incarnation, last.intent):
             return True
-        if self._leadership.leader_of(self._state.degraded_set, current.vote.ballot) == self._me:
+        if status.head != last.head and claimed_place(status) > place_of(current.tip):
+            return True
+        if self._leadership.leader_of(current.vote.ballot) == self._me:
             return status.head != last.head or status.work.ready != last.work.ready or ballots != before
         return ballots.closing != before.closing and not current.close_asked
 
@@ -115,7 +119,9 @@ class Statuses(Part):
         self._own.sequence = max(self._own.sequence, status.sequence)
         ballots, record = status.ballots, self._state.record
         knows = ballots.prevoted <= ballot_of(record.prevote) and ballots.precommitted <= ballot_of(record.precommit)
-        if status.round > self._state.tip.round or (status.head == self._state.tip_hash and not knows):
+        tip = self._state.tip
+        was_higher = claimed_place(status) > place_of(tip) and status.roll >= roll_number(tip)
+        if was_higher or (status.head == self._state.tip_hash and not knows):
             self._voting.forget_record(self._own.incarnation)
         return True
 
@@ -141,11 +147,13 @@ class Statuses(Part):
     def _is_sane(self, status: Status) -> bool:
         """Nothing in it is longer or larger than it can be."""
         return (
-            {len(name) for name in (status.head, status.plan, status.ballots.value, *status.lacks)} == {len(NO_HASH)}
+            {len(name) for name in (status.head, status.plan, *status.lacks)} == {len(NO_HASH)}
             and len(status.lacks) <= MOST_LACKED
             and max(len(status.reports), len(status.staged)) <= self._most_slices(status)
-            and self._are_electors(status)
+            and self._may_name(status, status.unheard, self._state.electors)
+            and self._may_name(status, status.silent, [member.peer for member in self._state.tip.members])
             and (self._rules.by_vouch or not status.intent.vouches)
+            and min(status.counted, status.roll) >= 0
             and status.round >= -1  # before genesis
             and is_sane_work(status.work)
             and is_sane_intent(status.intent, self._rules.num_columns)
@@ -157,13 +165,12 @@ class Statuses(Part):
         is_ours = plan is not None and status.plan == plan_hash(plan.value)
         return len(plan.value.slices) if plan is not None and is_ours else sum(self._rules.block_tiles)
 
-    def _are_electors(self, status: Status) -> bool:
-        """Whether those that it does not hear may be who votes where it stands."""
-        named, known = status.unheard, self._state.electors
+    def _may_name(self, status: Status, named: Sequence[PeerId], known: Collection[PeerId]) -> bool:
+        """Whether those that it does not hear may be who votes, or is a member, where it stands; we know ours."""
         if status.head == self._state.tip_hash:
-            return len(named) == len({*named}) and known.keys() >= {*named}
+            return len(named) == len({*named}) and {*named} <= {*known}
         return len(named) <= max(MAX_ELECTORS, MOST_MORE * len(known))
 
 
-def _binding(status: Status) -> tuple[int, int, int]:
-    return status.round, status.ballots.prevoted, status.ballots.precommitted
+def _binding(status: Status) -> tuple[Place, int, int]:
+    return claimed_place(status), status.ballots.prevoted, status.ballots.precommitted

@@ -17,16 +17,13 @@ OPEN = 1
 VOTER = 2
 """We are an elector that can vote (see `Leadership.can_vote`)."""
 LEADING = 4
-"""We may act as leader: of our ballot, or of a degraded set."""
+"""We may act as leader of our ballot."""
 PLANNED = 8
 UNPLANNED = 16
 """There is no plan for this round yet."""
-ALONE = 32
-TOGETHER = 64
-"""We are among the electors that make a degraded child."""
-WRITABLE = 128
+WRITABLE = 32
 """The disk takes what is staged."""
-TICK = 256
+TICK = 64
 """Time passed: not tried when a message came."""
 
 
@@ -44,19 +41,16 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule("adopt", WRITABLE, lambda parts: parts.following.adopt),
-    Rule("take", OPEN + WRITABLE, lambda parts: parts.degraded.take),
     Rule("follow", WRITABLE, lambda parts: parts.following.follow),
-    Rule("degraded_certify", OPEN + VOTER + LEADING + ALONE, lambda parts: parts.degraded.certify),
     Rule("vote", 0, lambda parts: parts.voting.vote),
     Rule("certify", OPEN, lambda parts: parts.voting.certify),
-    Rule("degraded_vote", OPEN + VOTER + ALONE, lambda parts: parts.degraded.vote),
     Rule("verify", WRITABLE, lambda parts: parts.staging.verify),
-    Rule("degraded_propose", OPEN + VOTER + LEADING + ALONE, lambda parts: parts.degraded.propose),
     Rule("audit_work", OPEN, lambda parts: parts.work_audits.audit),
     Rule("build", OPEN + VOTER + LEADING + PLANNED, lambda parts: parts.reducing.build),
     Rule("reduce", OPEN + PLANNED + WRITABLE, lambda parts: parts.reducing.reduce),
     Rule("fetch", WRITABLE, lambda parts: parts.staging.fetch),
     Rule("audit", OPEN + PLANNED + WRITABLE, lambda parts: parts.audits.audit),
+    Rule("renew", TICK, lambda parts: parts.renewing.renew),
     Rule("refetch", TICK, lambda parts: parts.staging.refetch),
     Rule("plan", OPEN + VOTER + LEADING + UNPLANNED, lambda parts: parts.round_plan.plan),
     Rule("stop_training", 0, lambda parts: parts.round_plan.stop_training),
@@ -85,7 +79,6 @@ class Table:
 def situation_of(state: State, parts: Parts, now: float) -> int:
     """All of the above that is so now, but TICK."""
     situation = UNPLANNED if state.round.plan is None else PLANNED
-    situation |= ALONE if state.degraded_set else TOGETHER
     if state.round.decided is None:
         situation |= OPEN
     if state.own.intent.can_vote:

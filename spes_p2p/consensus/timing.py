@@ -47,8 +47,7 @@ class Pace:
     """The round closes when those who are ready have this share of the tokens that all have trained by now."""
     HALF = 0.5
     WAIT_SHARE = 0.1
-    LOST_WAITS = 12
-    """It also closes if they have half, and the next peer to be ready would take over 1 / LOST_WAITS of the round."""
+    """It also closes if they have half, and the next peer to be ready would take over this much of the round."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
         self.heartbeat_seconds = heartbeat_seconds
@@ -92,17 +91,6 @@ class Pace:
         Half of a leader's deadline, so that one stuck reducer does not cost the leader its ballot.
         """
         return 0.5 * self.deadline_seconds(rank)
-
-    def degraded_wait_seconds(self) -> float:
-        """W: how long no live quorum may be heard before a degraded commit is made or taken (design section 4)."""
-        return max(10 * self.deadline_seconds(0), self.round_seconds)
-
-    def lost_state_wait_seconds(self) -> float:
-        """How long a committed state must be out of reach before those who are left go on without it.
-
-        Longer than the organiser waits before it goes on from an archived state: that makes no second history.
-        """
-        return self.LOST_WAITS * self.degraded_wait_seconds()
 
     def arrival_seconds(self) -> float:
         """For this many seconds after a commit, members that have not received it yet count as training on it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.messages import Votes
 from spes_p2p.consensus.vote_events import Action, Decide, Step, Verdict
@@ -43,15 +42,3 @@ class Vote:
         """What to tell the others: it says all that matters of what was told before."""
         mine = VoteRecord(self.record.parent) if self.is_mute else self.record
         return Votes(mine.prevote, mine.precommit, self.heard.proposal_at(self.ballot), self.heard.polka)
-
-    @property
-    def best_known(self) -> tuple[int, int, Hash]:
-        """(ballot of its polka, ballot of our prevote, value) to keep to where electors go on without a quorum.
-
-        That is the valid value, else (-1) what we prevoted last: it may be decided where we do not hear of it. NIL
-        where there is neither. A polka for what never came here does not count: nobody could go on with it.
-        """
-        polka, backed = self.record.valid, self.record.backed
-        if polka is not None:
-            return polka.ballot, -1, polka.value
-        return (-1, backed.value.ballot, backed.value.value) if backed else (-1, -1, NIL)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.electorate import NIL
-from spes_p2p.consensus.messages import DegradedProposal, DegradedVote, Polka, Precommit, Prevote, Proposal, Signed
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import Hash
 
@@ -20,10 +20,8 @@ class VoteRecord:
     """The newest own proposal and votes, the lock, and the valid value with the polka that shows it.
 
     Earlier ones need not be kept: an elector never goes back to a ballot. `valid` is never older than the lock.
-    `backed` is the newest own prevote for a value: where no polka is known, the best guess at what others decided.
-
-    `degraded` is the degraded proposal that it signed last, `degraded_votes` where it led that set those of all in it,
-    ours too: the certificate. `contents` are those of all that is `pinned`, as far as they are known.
+    `backed` is the newest own prevote for a value: whoever votes for it has it. `contents` are those of all that is
+    `pinned`, as far as they are known.
     """
 
     parent: Hash
@@ -34,8 +32,6 @@ class VoteRecord:
     locked_ballot: int = -1
     locked_value: Hash = NIL
     valid: Polka | None = None
-    degraded: Signed[DegradedProposal] | None = None
-    degraded_votes: tuple[Signed[DegradedVote], ...] = ()
     contents: tuple[Content, ...] = ()
 
     @property
@@ -56,8 +52,7 @@ class VoteRecord:
         """The values whose tiles must stay on disk: a certificate may need them, or may have been made of our vote."""
         valid = self.valid.value if self.valid else NIL
         backed = self.backed.value.value if self.backed else NIL
-        degraded = self.degraded.value.value if self.degraded else NIL
-        return frozenset({self.locked_value, valid, backed, degraded} - {NIL})
+        return frozenset({self.locked_value, valid, backed} - {NIL})
 
 
 def ballot_of(signed: Signed[Proposal] | Signed[Prevote] | Signed[Precommit] | None) -> int:
@@ -107,18 +102,6 @@ def take_valid(record: VoteRecord, polka: Polka) -> VoteRecord:
     if polka.ballot <= record.valid_ballot:
         raise LocalProtocolError(f"a valid value of ballot {record.valid_ballot} is newer than {polka.ballot}")
     return replace(record, valid=polka)
-
-
-def vote_degraded(
-    record: VoteRecord, proposal: Signed[DegradedProposal], votes: tuple[Signed[DegradedVote], ...] = ()
-) -> VoteRecord:
-    """Notes a degraded vote; it is kept apart from precommits and never told with them.
-
-    The leader of a degraded set signs last and brings all `votes`: it has decided, once and for all.
-    """
-    if record.degraded_votes:
-        raise LocalProtocolError("a degraded certificate was signed already")
-    return replace(record, degraded=proposal, degraded_votes=votes)
 
 
 def _check_parent(record: VoteRecord, message: Proposal | Prevote | Precommit) -> None:

@@ -1,13 +1,12 @@
 """The vote on the child of the tip: what Tendermint needs to know of this round, and what its words mean here.
 
 `tendermint` votes on hashes. Here it is told which of them are on our disk, whether we may vote, what we would propose,
-and that a deadline is over; and what it says is persisted, told, and made a certificate. What goes on without a quorum
-is in `degraded`.
+and that a deadline is over; and what it says is persisted, told, and made a certificate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus import vote_events as vote_on
@@ -18,11 +17,10 @@ from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal, Signed, Votes
+from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, Seal, Votes
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.sizes import PROOF_BYTES, most_named, that_fit
-from spes_p2p.consensus.state import Heard
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import Step, Verdict
@@ -95,7 +93,7 @@ class Voting(Part):
     def _due(self, now: float) -> Iterator[vote_on.Event]:
         """What the vote does not know yet."""
         current, vote = self._state.round, self._state.round.vote
-        may_vote = self._leadership.can_vote() and not self._state.degraded_set and current.decided is None
+        may_vote = self._leadership.can_vote() and current.decided is None
         if vote.is_allowed != may_vote:
             yield vote_on.Allowed(may_vote)
         for name in {*current.contents, *current.refused, *vote.verdicts}:
@@ -180,17 +178,8 @@ class Voting(Part):
         )
         self._own.incarnation = NOBODY_AS_YET
         self.resume(VoteRecord(self._state.tip_hash))
-        self.forget_degraded()
+        self._state.round.decided = None
         self._state.out.append(Forget(above))
-
-    def forget_degraded(self) -> None:
-        """Of what we have signed only what is on disk may count; what others decided comes again."""
-        current = self._state.round
-        current.own_degraded = current.decided = None
-        for votes in current.degraded_votes.values():
-            votes.pop(self._me, None)
-        for heard in [heard for heard, signed in current.degraded_proposals.items() if signed.author == self._me]:
-            del current.degraded_proposals[heard]
 
     # ---------------------------------------------------------------- what is proposed, and decided
 
@@ -220,36 +209,21 @@ class Voting(Part):
     def certify(self, now: float) -> bool:
         """Precommits of a quorum for one value are the commit, as soon as we know what it stands for."""
         decided = self._state.round.vote.decided
-        if decided is None or self._proposals.is_out_of_reach(decided.value, now):
+        if decided is None:
             return False
         content = self._proposals.named(decided.value)
         if content is None:
             return False
-        self.take_decision(self.commit_of(QUORUM, decided.ballot, (), content, decided.precommits), now)
-        return True
-
-    def commit_of(
-        self,
-        kind: str,
-        ballot: int,
-        heard: Heard,
-        content: Content,
-        seals: Sequence[Signed[Precommit]] | Sequence[Signed[DegradedVote]],
-    ) -> Commit:
-        """The seals in a fixed order."""
-        chosen = sorted(seals, key=lambda signed: signed.author)
-        certificate = Certificate(
-            self._state.round.tip_hash,
-            kind,
-            ballot,
-            manifest_hash(content.manifest),
-            heard,
-            tuple(Seal(signed.author, signed.public_key, signed.signature) for signed in chosen),
+        seals = sorted(
+            (Seal(signed.author, signed.public_key, signed.signature) for signed in decided.precommits),
+            key=lambda seal: seal.peer,
         )
-        return Commit(certificate, content.manifest)
+        certificate = Certificate(self._state.tip_hash, QUORUM, decided.ballot, decided.value, tuple(seals))
+        self.take_decision(Commit(certificate, content.manifest), now)
+        return True
 
     def take_decision(self, commit: Commit, now: float) -> None:
         current = self._state.round
-        current.decided, current.reachable_at, current.held_at = commit, now, now
+        current.decided = commit
         current.failed.clear()
         self._state.note_progress(now)

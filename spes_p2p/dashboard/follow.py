@@ -15,8 +15,9 @@ from typing import Any
 
 from spes_p2p.consensus.manifest import Audited, manifest_hash
 from spes_p2p.consensus.membership import FAILED, Admission
-from spes_p2p.consensus.messages import DEGRADED, Commit
+from spes_p2p.consensus.messages import RENEWAL, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
+from spes_p2p.consensus.quorum import waiting_text
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError, StorageFull
@@ -95,11 +96,16 @@ class Follower:
         if known == manifest_hash(manifest):
             return  # another dashboard writes to the same file, and was faster
         if known is not None:
-            history.add_event(now, "fork", "", f"another history won: rounds from {manifest.round} on were replaced")
+            history.add_event(
+                now,
+                "fork",
+                "",
+                f"the run goes on with a history that counts more: rounds from {manifest.round} on were replaced",
+            )
         stale = sum(manifest.round > since for since in manifest.column_rounds) if manifest.slices else 0
         history.add_round(
             round=manifest.round, name=manifest_hash(manifest).hex(), at=at,
-            kind=commit.certificate.label, step=manifest.step,
+            kind=commit.certificate.kind, step=manifest.step,
             tokens=manifest.tokens, round_tokens=sum(one.tokens for one in manifest.roster),
             roster=len(manifest.roster), members=len(manifest.members),
             alpha=manifest.merge.alpha if manifest.merge else 0.0, stale=stale,
@@ -118,9 +124,8 @@ class Follower:
             "decay": 0 if manifest.decay is None else manifest.decay.steps,
         }
         history.put("chain", now)
-        if commit.certificate.kind == DEGRADED:
-            kind = commit.certificate.label
-            history.add_event(at, kind, "", f"round {manifest.round} was committed without a quorum ({kind})")
+        if commit.certificate.kind == RENEWAL:
+            history.add_event(at, RENEWAL, "", f"round {manifest.round} is a renewal, by the organiser's key")
         if before is None:
             return
         for peer in sorted(set(now["members"]) - set(before["members"])):
@@ -142,9 +147,11 @@ class Follower:
 
     def _set_head(self, report: RunReport, now: float) -> None:
         before: dict[str, Any] = self._history.get("head") or {}
-        forks = [fork.texts(now) for fork in report.forks]
-        if bool(forks) != bool(before.get("forks")):
-            self._history.add_event(now, "fork", "", forks[0][0] if forks else "the run has only one history again")
+        waiting = ""
+        if report.missing:
+            waiting = waiting_text(report.round, report.electors, report.needed, report.missing)
+        if bool(waiting) != bool(before.get("waiting")):
+            self._history.add_event(now, "waiting", "", waiting or "enough electors are heard again")
         if report.last_round is not None and not before.get("last_round"):
             text = f"the organiser ends the run with round {report.last_round}"
             self._history.add_event(now, "ending", "", text)
@@ -154,14 +161,14 @@ class Follower:
             "head",
             {
                 "round": report.round, "step": report.step, "tokens": report.tokens,
-                "certificate": report.certificate, "degraded": report.degraded, "checked": report.checked,
+                "certificate": report.certificate, "renewal": report.renewal, "checked": report.checked,
                 "seals": report.seals, "electors": report.electors, "model_hash": report.model_hash,
                 "at": now - report.head_age_seconds if report.head_age_seconds is not None else None,
                 "stale": list(report.stale),
                 "data": None if report.data is None else dataclasses.asdict(report.data),
                 "last_round": report.last_round or before.get("last_round"),
                 "is_over": report.is_over or bool(before.get("is_over")),
-                "forks": forks, "probation": dict(report.probation),
+                "waiting": waiting, "probation": dict(report.probation),
                 "columns": [[list(one.owners), one.stale_rounds] for one in report.columns],
             },
         )  # fmt: skip

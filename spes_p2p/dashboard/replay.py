@@ -134,11 +134,11 @@ class _Fold:
             tokens=before + event.tokens, round_tokens=event.tokens, roster=event.roster_size,
             members=event.roster_size, alpha=event.merge_alpha, stale=len(event.stale_columns),
         )  # fmt: skip
-        if event.commit == "degraded":
-            self._note(time, "degraded", f"round {event.round} was committed without a quorum")
+        if event.commit == "renewal":
+            self._note(time, "renewal", f"round {event.round} is a renewal, by the organiser's key")
         head = {
             "round": event.round, "step": event.step, "tokens": before + event.tokens, "certificate": "",
-            "degraded": event.commit == "degraded", "checked": False, "seals": 0, "electors": 0,
+            "renewal": event.commit == "renewal", "checked": False, "seals": 0, "electors": 0,
             "model_hash": event.model_hash, "at": time, "stale": list(event.stale_columns), "columns": [],
         }  # fmt: skip
         self._history.put("head", head)

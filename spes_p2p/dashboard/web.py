@@ -168,13 +168,13 @@ def _rounds(history: History, since: float) -> dict[str, list[Any]]:
     rows = history.rows(
         "SELECT MAX(r.round) round, MAX(r.at) at, MAX(r.step) step, MAX(r.tokens) tokens, "
         "AVG(r.round_tokens) round_tokens, AVG(r.roster) roster, MAX(r.members) members, MAX(r.alpha) alpha, "
-        "MAX(r.stale) stale, SUM(r.kind NOT IN ('quorum', 'genesis', 'committed')) degraded, "
+        "MAX(r.stale) stale, SUM(r.kind = 'renewal') renewals, "
         "(SELECT SUM(p.loss * MAX(p.tokens, 1)) / SUM(MAX(p.tokens, 1)) FROM peer_rounds p "
         " WHERE p.loss IS NOT NULL AND p.round / ?1 = r.round / ?1) loss "
         "FROM rounds r WHERE (r.at >= ?2 OR ?2 = 0) GROUP BY r.round / ?1 ORDER BY r.round",
         (width, since),
     )
-    names = ("round", "at", "step", "tokens", "round_tokens", "roster", "members", "alpha", "stale", "degraded", "loss")
+    names = ("round", "at", "step", "tokens", "round_tokens", "roster", "members", "alpha", "stale", "renewals", "loss")
     return _columns(rows, names)
 
 

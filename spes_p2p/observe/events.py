@@ -48,7 +48,7 @@ class Round:
     step: int
     """Global step after the round."""
     roster_size: int
-    commit: Literal["committed", "degraded"]
+    commit: Literal["committed", "renewal"]
     tokens: int
     """Tokens that this round counted, all peers together."""
     bytes_sent: int

@@ -22,7 +22,7 @@ def row(view: PeerView) -> list[str]:
         _number(view.smooth_loss.value),
         _number(view.eval_loss),
         "-" if speed is None else count_text(speed),
-        f"{view.round}" + (" (degraded)" if view.commit == "degraded" else ""),
+        f"{view.round}" + (" (renewal)" if view.commit == "renewal" else ""),
         "-" if view.roster_size is None else str(view.roster_size),
         bytes_text(view.bytes_sent),
         bytes_text(view.bytes_received),

@@ -119,7 +119,7 @@ def scalars(event: on.Event) -> tuple[int, dict[str, float]]:
             return event.step, {
                 "round/number": event.round,
                 "round/roster_size": event.roster_size,
-                "round/degraded": float(event.commit == "degraded"),
+                "round/renewal": float(event.commit == "renewal"),
                 "round/tokens": event.tokens,
                 "round/bytes_sent": event.bytes_sent,
                 "round/bytes_received": event.bytes_received,

@@ -196,7 +196,7 @@ class Connection:
         joining = Joining(run, self._node, folder, announcer.sources, options.folder / CHECKPOINTS)
         disk = self._disk = await joining.enter(intent, self.data.answers())
         ends.callback(disk.store.close)
-        role = Role(intent, tuple(await announcer.sources()), follow=options.follow)
+        role = Role(intent, tuple(await announcer.sources()))
         driver = self._driver = self.data.driver = build_driver(run, self._node, disk, role, self.gate)
         recorder = FlightRecorder(
             options.folder / "flight", run.info, say=lambda text: self.gate.notice(Notice("recorder", text))

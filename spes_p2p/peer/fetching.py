@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.actions import CatchUp as CatchUpAction
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.transfers import fill_state
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ids import PeerId, short
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.staging import Staging
@@ -26,12 +27,11 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import HeadRecord, newest_heads
-from spes_p2p.sync.announced import find_forks, read_heads, read_peers, seen_at
+from spes_p2p.sync.announced import read_heads, read_peers, seen_at
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import in_thread
@@ -130,7 +130,7 @@ class RunFetcher:
         for head, publishers in newest_heads(heads):
             for holder in publishers:
                 try:
-                    await self._headers.headers(-1, holder, head.round)
+                    await self._headers.headers(-1, CatchUpAction(holder, head.round, head.manifest_hash))
                 except (NetworkError, RemoteProtocolError) as error:
                     reasons.append(f"{short(holder)}: {error}")
                 newest = self.chain.newest
@@ -146,14 +146,6 @@ class RunFetcher:
     def seen_at(self, newest: Commit) -> float:
         """When the commit that `newest` gave first came to a peer, as peers say: Unix seconds, 0 where none does."""
         return seen_at(self._heads, newest)
-
-    async def forks(self) -> list[Fork]:
-        """All forks. Peers that cannot be reached are skipped: others on the same history have what they have."""
-        newest, publishers, _ = await self.newest()
-        found = await find_forks(
-            self._network.transport, self._check, self._heads, newest, publishers, self._info.seals
-        )
-        return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:
         manifest, store, label = commit.manifest, self._store, commit.manifest.state_root.hex()

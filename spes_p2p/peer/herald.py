@@ -9,7 +9,7 @@ from pathlib import Path
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import trainers
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import RENEWAL, Commit
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.importing import ROUTER_WARNING
@@ -85,11 +85,7 @@ def order_lines(words: Words, before: Words, newest: Commit | None) -> list[str]
     if words.roll is not None and words.roll != before.roll:
         vouched, banned = len(words.roll.value.vouched), len(words.roll.value.banned)
         lines.append(f"the organiser vouches for {amount_text(vouched, 'peer')} and has banned {banned}")
-    return lines + [
-        f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}"
-        for parent, child in words.children.items()
-        if before.children.get(parent) != child
-    ]
+    return lines
 
 
 def decay_line(steps: int, newest: Manifest | None) -> str:
@@ -129,9 +125,7 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     """One line for the certificate, and one where members came or went or columns lost their last owner."""
     manifest = commit.manifest
     tokens = sum(entry.tokens for entry in manifest.roster)
-    kind = {"degraded": " (degraded)", "organiser": " (new members, by the organiser's key)"}.get(
-        commit.certificate.label, ""
-    )
+    kind = " (a renewal, by the organiser's key)" if commit.certificate.kind == RENEWAL else ""
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
         + (f"{count_text(tokens)} tokens from {amount_text(len(manifest.roster), 'peer')}, " if tokens else "")

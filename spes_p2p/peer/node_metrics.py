@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spes_p2p.consensus.messages import DEGRADED
+from spes_p2p.consensus.messages import RENEWAL
 from spes_p2p.observe.prometheus import PREFIX, MetricsServer
 from spes_p2p.ownership.assign import orphans
 from spes_p2p.swarm.ports import Transport
@@ -43,7 +43,7 @@ class NodeState:
     step: int | None = _number("Global step after that round.")
     tokens: int | None = _number("Tokens that all rounds have counted.")
     round_timestamp_seconds: float | None = _number("When that certificate arrived, in seconds since 1970.")
-    degraded: bool | None = _number("1 if that certificate was not signed by a quorum.")
+    renewal: bool | None = _number("1 if that certificate is a renewal, by the organiser's key alone.")
     members: int | None = _number("Members that the newest manifest names.")
     columns_without_owner: int | None = _number("Expert columns that nobody trains.")
     peers_seen: int | None = _number("Peers whose records are in the DHT, members or not.")
@@ -129,7 +129,7 @@ def state_of_run(
         step=manifest.step if manifest else None,
         tokens=manifest.tokens if manifest else None,
         round_timestamp_seconds=received_at,
-        degraded=newest.certificate.kind == DEGRADED if newest else None,
+        renewal=newest.certificate.kind == RENEWAL if newest else None,
         members=len(manifest.members) if manifest else None,
         columns_without_owner=len(orphans(manifest.ownership)) if manifest else None,
         peers_seen=sum(record.role == "peer" for record in announcer.known.values()),

@@ -129,8 +129,7 @@ class PeerOptions:
     stop). `dump_rounds`: folder for what goes in and out of each round. `config_path`: the run must have this config.
     `max_data_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
     `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host` (None:
-    nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names. `follow`: where
-    the run has gone on twice, first digits of the child that this peer goes on with (none: "").
+    nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names.
     """
 
     network: NetworkOptions
@@ -154,7 +153,6 @@ class PeerOptions:
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     web_data: WebAccess = WebAccess.PUBLIC
-    follow: str = ""
 
 
 def listening(host_maddrs: Sequence[str] | None, port: int | None) -> tuple[str, ...]:

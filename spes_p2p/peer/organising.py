@@ -20,7 +20,7 @@ from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Admission, Ro
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError, StateError
 from spes_p2p.files import NODE_FOLDER, in_folder
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import orphans
 from spes_p2p.peer.fetching import RunFetcher
 from spes_p2p.peer.folder import CHAIN, RUN, kept_run
@@ -35,13 +35,11 @@ from spes_p2p.sync.announced import read_peers
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.organiser_words import (
     LOOK_SECONDS,
     TTL_SECONDS,
     WORDS_FILE,
     Words,
-    choice,
     decay,
     ending,
     known_words,
@@ -261,52 +259,9 @@ def after_ban(newest: Commit | None, banned: Collection[PeerId], faults: Faults)
     if not staying:
         return [f"{said}: the run stands still until somebody who may vote has come"]
     said = f"{said}, and a round needs {quorum}: the run stands still"
-    if faults is Faults.BYZANTINE:
-        return [f"{said}, since with swarm.faults: byzantine fewer never go on by themselves"]
-    return [f"{said} for about a minute, then those who stay go on by themselves (a degraded round)"]
-
-
-@dataclass(frozen=True)
-class ForkedRun:
-    """A run whose histories were looked at: what it says of itself, and where they part."""
-
-    info: RunInfo
-    forks: tuple[Fork, ...]
-
-
-def look_at_histories(meeting: JoinTarget) -> ForkedRun:
-    """Of a live run, by all certificates of those who can be reached. Raises NetworkError, ConfigError."""
-    return visit(meeting, lambda network: histories_of(network, meeting.run_id, meeting.fingerprint))
-
-
-async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> ForkedRun:
-    """The same on any network."""
-    info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
-    with _chain_of(network, info, config) as fetcher:
-        return ForkedRun(info, tuple(await fetcher.forks()))
-
-
-def choose_history(identity: Path, meeting: JoinTarget, parted: ForkedRun, fork: Fork, side: Side) -> None:
-    """Signs with the organiser's key that a run goes on with `side`, and tells it. Raises as `stop_run` does."""
-    sealer = organisers_sealer(identity, parted.info)
-    visit(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
-
-
-async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
-    """As `choose_history`, on any network. Overrides earlier choices at this fork, even if a clock was set back.
-
-    Raises ConfigError where another one, of the same moment, is in force.
-    """
-    before = [signed.value.at_seconds for signed in (await known_words(network, info)).choices]
-    at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
-    parent, child = (Hash(bytes.fromhex(name)) for name in (fork.parent, side.child))
-    known = await tell(network, info, choice(info, parent, child, at_seconds, sealer))
-    if (chosen := known.children[parent]) != child:
-        raise ConfigError(
-            f"another choice was signed with the organiser's key just now: the run goes on with {short(chosen)}",
-            fix="ask who else has that key what is meant, then repeat the command if it is this one",
-        )
-    return known
+    if faults is Faults.BYZANTINE and len(staying) < 2:
+        return [f"{said}: with swarm.faults: byzantine a renewal names two voters at least"]
+    return [f"{said} until the organiser's node has renewed the run, at once if it is up"]
 
 
 async def tell(network: Network, info: RunInfo, word: Words) -> Words:

@@ -8,7 +8,7 @@ from spes_p2p.observe.live import EXCHANGING, READY, TRAINING, VOTING
 
 def phase_of(current: RoundState) -> str:
     """Where a round stands, by what is known of it here."""
-    if current.vote.heard.proposals or current.degraded_proposals:
+    if current.vote.heard.proposals:
         return VOTING
     if current.plan is not None:
         return EXCHANGING

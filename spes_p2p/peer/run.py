@@ -16,7 +16,7 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Admission
-from spes_p2p.consensus.messages import DEGRADED, Commit
+from spes_p2p.consensus.messages import RENEWAL, Commit
 from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, check_datasets, need_held_out, open_dataset
@@ -78,8 +78,8 @@ class Running:
 
 
 Show = Callable[[Running], None]
-NEWS = ("vouched", "decay", "ending")
-"""Kinds of notices that are no warning: what the organiser has said."""
+NEWS = ("vouched", "decay", "ending", "quorum")
+"""Kinds of notices that are no warning: what the organiser has said, and that a run which waited goes on."""
 LOST = (
     "what this machine trained since its last counted round is lost; the same command goes on from the last checkpoint"
 )
@@ -336,7 +336,7 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             round=manifest.round,
             step=manifest.step,
             roster_size=len(manifest.roster),
-            commit="degraded" if event.commit.certificate.kind == DEGRADED else "committed",
+            commit="renewal" if event.commit.certificate.kind == RENEWAL else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
             own_tokens=sum(entry.tokens for entry in manifest.roster if entry.peer == connection.peer_id),
             bytes_sent=max(0, event.bytes_sent - data_sent),

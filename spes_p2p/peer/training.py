@@ -366,7 +366,7 @@ class TrainingLoop:
     def _is_idle(self, load: stages.Load) -> bool:
         """Whether this peer is paused, others have its columns, and it has no work that a round has yet to count."""
         rebase, columns = load.rebase, load.turn.owned or self.trainer.learner.owned
-        carries = rebase is not None and (isinstance(rebase, stages.GoOver) or rebase.ahead)
+        carries = rebase is not None and rebase.ahead
         return self._pause.active and not (columns or carries or self.machine.own.uncounted.tokens)
 
     def _has_committed_model(self) -> bool:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from spes_p2p.consensus.actions import CatchUp as CatchUpAction
 from spes_p2p.consensus.certificate import CheckSignature
-from spes_p2p.consensus.forks import Line, has_quorum
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.place import Line
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.requests import WiresRequest
@@ -58,7 +59,7 @@ class Fetched(Protocol):
 
 
 class HistoryDiverged(RemoteProtocolError):
-    """The other's commits do not follow from ours, or the first of them has no quorum: one must choose (`forks`)."""
+    """The other's commits do not follow from ours: one of the two goes before the other (`place`)."""
 
 
 class TooManyRounds(RemoteProtocolError):
@@ -82,39 +83,43 @@ class CatchUp:
         self._replaying: Staging | None = None
         self._replayed: Staging | None = None
 
-    async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
-        """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
+    async def headers(self, tip_round: int, action: CatchUpAction) -> Commit:
+        """The commit whose state the holder has, with all before it on disk.
 
-        Raises HistoryDiverged where its history is another one than ours, or where our tip's child has no quorum.
+        Raises HistoryDiverged where its history is another one than ours.
         """
-        newest = await self._extend(holder, self._chain.length, round + MOST_BEYOND, tip_round + 1)
-        if newest is None and tip_round < round < self._chain.length:
-            newest = self._chain.commit(round)
-        if newest is None:
-            raise NetworkError(f"{short(holder)} has nothing after round {tip_round}")
+        await self._extend(action.holder, self._chain.length, action.round + MOST_BEYOND)
+        newest = self._announced(action)
+        if newest is None or newest.manifest.round <= tip_round:
+            raise NetworkError(f"{short(action.holder)} has nothing after round {tip_round}")
         return newest
 
-    async def headers_instead(self, tip_round: int, holder: PeerId, most: int, may_lack_quorum: bool) -> Commit:
+    def _announced(self, action: CatchUpAction) -> Commit | None:
+        """What the holder said that it stands on, else the newest: it may know certificates whose state nobody has."""
+        at_round = self._chain.find(action.round)
+        if at_round is not None and at_round.certificate.manifest == action.head:
+            return at_round
+        return self._chain.newest
+
+    async def headers_instead(self, tip_round: int, holder: PeerId, most: int) -> Commit:
         """The newest commit that `holder` has, with all before it on disk, for who has not even the tip's state.
 
         Whatever else is here after the tip gives way: nobody may have the states of it. Raises HistoryDiverged where
-        the holder is not on top of our tip, or has no quorum's child of it, and TooManyRounds after round `most`.
+        the holder is not on top of our tip, and TooManyRounds after round `most`.
         """
         common = await self._last_common(holder, self._chain.length - 1)
         first = common.manifest.round + 1
         if first <= tip_round:
             raise HistoryDiverged(f"{short(holder)} is on another history of the run from round {first} on")
-        newest = await self._extend(holder, first, most, 0 if may_lack_quorum else tip_round + 1)
+        newest = await self._extend(holder, first, most)
         return newest or self._chain.commit(first - 1)
 
-    async def _extend(self, holder: PeerId, first: int, most: int, needs_quorum: int) -> Commit | None:
+    async def _extend(self, holder: PeerId, first: int, most: int) -> Commit | None:
         last: Commit | None = None
         before = self._chain.commit(first - 1) if first else None
         while part := await commits_from(self._transfers, holder, first):
             if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
                 raise HistoryDiverged(f"{short(holder)} is on another history of the run from round {first} on")
-            if first == needs_quorum > 0 and not has_quorum(part[0]):
-                raise HistoryDiverged(f"{short(holder)} has gone on from round {first - 1} without a quorum")
             await self.append(part, before)
             last = before = part[-1]
             first = last.manifest.round + 1
@@ -125,7 +130,7 @@ class CatchUp:
     async def note(self, commit: Commit) -> None:
         """Appends the next certificate to our chain while the state of an earlier one is still being fetched."""
         newest = self._chain.newest
-        if newest is None or commit.manifest.parent != newest.certificate.manifest or not has_quorum(commit):
+        if newest is None or commit.manifest.parent != newest.certificate.manifest:
             return
         with contextlib.suppress(RemoteProtocolError):
             await self.append((commit,), newest)
@@ -141,13 +146,14 @@ class CatchUp:
 
         await self._in_thread(write)
 
-    async def meet(self, tip_round: int, holder: PeerId, round: int) -> ForkPoint:
-        """What we, at `tip_round`, and `holder`, who says it is at `round`, have on top of our last common manifest.
+    async def meet(self, tip_round: int, action: CatchUpAction) -> ForkPoint:
+        """What we, at `tip_round`, and the holder have on top of our last common manifest.
 
-        Its commits are checked; nothing is written. What we know beyond our own state does not count. Of a line that
-        goes on from our tip only its beginning comes, on which it hangs whether we go on with it (see `take_up`).
+        Its commits are checked, up to what it said that it stands on; nothing is written. What we know beyond our own
+        state does not count. Of a line that goes on from our tip only its beginning comes (see `take_up`).
         """
-        parent = before = await self._last_common(holder, min(round, tip_round))
+        holder = action.holder
+        parent = before = await self._last_common(holder, min(action.round, tip_round))
         common = parent.manifest.round
         try:
             ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
@@ -156,7 +162,12 @@ class CatchUp:
             raise NetworkError(f"another history cannot be compared with this peer's: {error} ({error.fix})") from error
         theirs: list[Commit] = []
         size = 0
-        while part := await commits_from(self._transfers, holder, common + 1 + len(theirs)):
+        while before.certificate.manifest != action.head:
+            part = await commits_from(self._transfers, holder, common + 1 + len(theirs))
+            if not part:
+                break
+            ends = (at for at, commit in enumerate(part, 1) if commit.certificate.manifest == action.head)
+            part = part[: next(ends, len(part))]
             links = partial(check_links, part, before, ledger, self._info, self._rules, self._check)
             ledger = await self._in_thread(links)
             theirs += part
@@ -166,16 +177,17 @@ class CatchUp:
                 raise RemoteProtocolError(
                     f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to keep in memory"
                 )
-            if common == tip_round and len(theirs) > self._rules.final_rounds:
+            if common == tip_round:
                 break
         return ForkPoint(parent.manifest, ours, tuple(theirs))
 
-    async def take_up(self, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
+    async def take_up(self, theirs: Sequence[Commit], action: CatchUpAction) -> Commit:
         """Puts commits that follow our tip, as `meet` has checked them, in the place of what is here beyond it, and
-        then what `holder`, who says it is at `round`, has after them: the newest.
+        then what the holder has after them: the one that it stands on.
         """
         await self._in_thread(partial(self._chain.switch, theirs))
-        return await self._extend(holder, self._chain.length, round + MOST_BEYOND, 0) or theirs[-1]
+        await self._extend(action.holder, self._chain.length, action.round + MOST_BEYOND)
+        return self._announced(action) or theirs[-1]
 
     async def _last_common(self, holder: PeerId, newest: int) -> Commit:
         """The last commit whose manifest both have, looking back in growing strides; as the holder gives it.

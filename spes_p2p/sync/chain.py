@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.consensus.certificate import CheckSignature, check_certificate
-from spes_p2p.consensus.child_checks import check_child
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.child_checks import check_commit
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Certificate, Commit
@@ -27,12 +27,10 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.state.hashes import split_hashes
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.wire import pack, unpack, unpack_first
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")
-MOST_LEFT = 256
 LEDGER = "ledger"
 LEDGER_ROUNDS = 64
 """The ledger is written once in so many rounds: a start counts those after it again."""
@@ -277,6 +275,11 @@ class Chain:
                 self._ledger = _counting(ledger, line)
                 self._end_with(line[-1].manifest.round + 1, line[-1])
 
+    def go_back(self, round: int) -> None:
+        """Ends with the commit of `round`."""
+        with self._writing:
+            self._cut(round + 1)
+
     def _cut(self, round: int) -> None:
         with self._lock:
             before = self.length
@@ -361,8 +364,7 @@ def check_links(
         if before is None:
             check_genesis(commit, info, check)
         else:
-            check_child(rules, before.manifest, ledger, commit.manifest)
-            check_certificate(before.manifest, commit.manifest, commit.certificate, check, rules.seals)
+            check_commit(rules, before.manifest, ledger, commit, check)
         ledger = check_ledger(ledger, commit.manifest)
         before = commit
     return ledger
@@ -381,7 +383,6 @@ class VoteBook:
         directory.mkdir(parents=True, exist_ok=True)
         self._incarnation_path = directory / "incarnation"
         self._votes_path = directory / "votes"
-        self._left_path = directory / "left"
         self._new_incarnation = new_incarnation
         record, incarnation = self._read(), self._read_incarnation()
         if record is None or incarnation is None:
@@ -396,35 +397,12 @@ class VoteBook:
         self._votes_path.unlink(missing_ok=True)
         self._incarnation_path.unlink(missing_ok=True)
         write_whole(self._incarnation_path, str(self.incarnation).encode())
-        self._left_path.unlink(missing_ok=True)
         self.write(VoteRecord(NO_HASH))
 
     def write(self, record: VoteRecord) -> None:
         """fsyncs the record. Raises StorageFull."""
         write_whole(self._votes_path, pack(record))
         self.record = record
-
-    def leave(self, record: VoteRecord) -> None:
-        """Notes, before another history is taken up, what we voted for the child of. Raises StorageFull."""
-        if record != VoteRecord(record.parent):
-            write_whole(self._left_path, b"".join({*self._been(), record.parent}))
-
-    def arrive(self, head: Hash) -> None:
-        """Notes that this peer now stands on `head`. Raises StorageFull.
-
-        No vote may be given twice: a peer that returns to a manifest which it left after voting on its child becomes a
-        new incarnation.
-        """
-        been = self._been()
-        if head in been or len(been) > MOST_LEFT:
-            self.forget()
-
-    def _been(self) -> tuple[Hash, ...]:
-        """Manifests for whose child this incarnation has voted before it left them."""
-        try:
-            return split_hashes(self._left_path.read_bytes())
-        except FileNotFoundError:
-            return ()
 
     def _read(self) -> VoteRecord | None:
         try:

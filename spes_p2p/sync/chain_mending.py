@@ -9,9 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.chain import Chain, CommitFiles
@@ -71,7 +70,7 @@ async def _given(files: CommitFiles, first: int, run: Run, node: Node, sources: 
             for parent, commit in pairwise((before, *part)):
                 manifest, certificate = commit.manifest, commit.certificate
                 check_certificate(parent.manifest, manifest, certificate, node.checker.check, run.rules.seals)
-            if after is not None or has_quorum(part[-1]):
+            if after is not None or part[-1].certificate.kind == QUORUM:
                 return part
             found = found or part
         except (NetworkError, RemoteProtocolError):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from spes_p2p import failpoints
+from spes_p2p.checkpoint.save import save_checkpoint
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.actions import CatchUp as CatchUpAction
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId
@@ -20,13 +25,16 @@ from spes_p2p.sync.link_speed_check import LinkSpeedCheck
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.surroundings import Disk, PeerContext
 
+LEFT = "left"
+"""Folder of the run with what a peer has gone over from."""
+
 
 class DiskHistory:
     """The `History` of a real peer, and the states that are kept for whoever still reads them."""
 
     def __init__(self, context: PeerContext, candidate: CandidateState, catching_up: CatchUp) -> None:
         self._core, self._disk, self._hooks, self._tasks = context.core, context.disk, context.hooks, context.tasks
-        self._chain, self._store = context.disk.chain, context.disk.store
+        self._chain, self._store, self._info = context.disk.chain, context.disk.store, context.run.info
         self._candidate = candidate
         self._catching_up = catching_up
         self.headers, self.meet = catching_up.headers, catching_up.meet
@@ -35,7 +43,6 @@ class DiskHistory:
         self._looks_on = not context.core.state.own.intent.joining
         self._link_speed_check = LinkSpeedCheck(self._store.layout)
         self._fetching: asyncio.Task[None] | None = None
-        self.moving = asyncio.Lock()
 
     # ---- what others have ----
 
@@ -65,8 +72,8 @@ class DiskHistory:
         await asyncio.wait((fetching,))
         return True
 
-    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
-        return await self._catching_up.take_up(theirs, holder, round)
+    async def take_up(self, tip: int, theirs: Sequence[Commit], action: CatchUpAction) -> Commit:
+        return await self._catching_up.take_up(theirs, action)
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Fetched]:
         reached(failpoints.HEADERS, peer=self._core.me, round=newest.manifest.round)
@@ -97,6 +104,19 @@ class DiskHistory:
 
     # ---- going on ----
 
+    def _keep(self, left: Manifest) -> None:
+        """The tip of more than a round of work that is left stays as a checkpoint; there is one such at most."""
+        folder, info = self._store.directory.parent / LEFT, self._info
+        run = {"run_id": info.run_id, "fingerprint": info.fingerprint.hex(), "config": info.config}
+        private = {"round": left.round, "manifest": manifest_hash(left)}
+        with contextlib.suppress(StorageFull, StateError):  # what counts more comes all the same
+            shutil.rmtree(folder, ignore_errors=True)
+            version = self._store.version(left.round)
+            save_checkpoint(folder, version, left.step, private, run | {"tokens": left.tokens}, 1)
+            self._hooks.notice(
+                do.Notice("fork", f"the state of round {left.round}, which is left, is kept in {folder}")
+            )
+
     def uplink(self) -> int:
         return self.log.uplink()
 
@@ -119,16 +139,28 @@ class DiskHistory:
 
         await self._tasks.in_thread(write)
 
+    async def renew(self, commit: Commit) -> None:
+        now, _ = self.log.received()
+        holders = [peer for peer in self._core.state.others.contacts if self._core.alive(peer, now)]
+        state = await self._catching_up.state(commit.manifest, self._core.tip.round, holders)
+        await self._tasks.in_thread(partial(self._chain.append, commit))
+        await self.follow(commit.manifest, commit, state)
+
     async def follow(self, first: Manifest, newest: Commit, state: Fetched) -> None:
         hashes = wire_tiles(*self._core.handed_out(first))  # here: a thread would look at what changes meanwhile
         await self._tasks.in_thread(lambda: _keep_residuals(self._disk, first, newest.manifest, hashes))
         await self._tasks.in_thread(state.publish)
 
     async def switch(self, fork: ForkPoint, state: Fetched) -> None:
-        await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
-        await self._tasks.in_thread(partial(_bring_residuals_over, self._disk, fork))
+        if len(fork.ours) > 1 and self._disk.keeps_states:
+            await self._tasks.in_thread(partial(self._keep, fork.ours[-1].manifest))
+        newest = fork.theirs[-1].manifest if fork.theirs else fork.common
+        await self._tasks.in_thread(
+            partial(self._chain.switch, fork.theirs) if fork.theirs else partial(self._chain.go_back, newest.round)
+        )
+        await self._tasks.in_thread(partial(self._disk.residuals.clear, newest))
         await self._tasks.in_thread(state.publish)
-        self.retention.clear()  # what is kept for them is of the history that lost
+        self.retention.clear()  # what is kept for them is of the history that was left
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
         event = self.log.applied(commit, first, fork)
@@ -172,16 +204,3 @@ def _keep_residuals(disk: Disk, first: Manifest, newest: Manifest, hashes: Mappi
     rounds = range(first.round + 1, newest.round + 1)
     later = (disk.chain.commit(round).manifest for round in rounds)
     disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
-
-
-def _bring_residuals_over(disk: Disk, fork: ForkPoint) -> None:
-    """Restores the residuals of the last common manifest if that is our tip's parent; older ones are not kept."""
-    residuals, (first, *later) = disk.residuals, [commit.manifest for commit in fork.theirs]
-    newest = fork.theirs[-1].manifest
-    if len(fork.ours) > 1:
-        residuals.clear(newest)
-        return
-    try:
-        residuals.settle(first, manifest_hash(newest), lambda tile_id: NO_HASH, later)
-    except StorageFull:  # the chain has gone over already: on with less
-        residuals.clear(newest)

@@ -13,7 +13,6 @@ from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
-from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.errors import StateError, StorageFull
@@ -72,7 +71,6 @@ class Dispatcher:
         A disk that is broken, or holds what is damaged, ends this peer, not just the call of another that led there.
         """
         try:
-            event = placed(event, self.core.tips_to_look_up(event), self.chain.has)
             self.carry_out(self.core.handle(event, self.now()))
         except (OSError, StateError) as error:
             self.halted = True  # not a word more: the state machine takes for given what was to be written

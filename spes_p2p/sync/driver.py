@@ -20,7 +20,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import Contribution
-from spes_p2p.consensus.messages import Commit, Intent, Work
+from spes_p2p.consensus.messages import Intent, Work
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import PeerClosed, RemoteProtocolError, StorageFull
@@ -185,7 +185,7 @@ class Driver:
         )  # fmt: skip
         self._history = DiskHistory(context, self._candidate, self._catching_up)
         self._log = self._history.log
-        self._committer: Committer[Fetched] = Committer(self._dispatcher, self._history, role.follow)
+        self._committer: Committer[Fetched] = Committer(self._dispatcher, self._history)
         self.answers = Answers(context, self._dispatcher, self._history, self._outgoing)
 
     # ---- life ----
@@ -260,18 +260,11 @@ class Driver:
         self.answers.outbox.hides_status = hidden
 
     def obey(self, words: Words) -> None:
-        """All that the organiser has signed until now of histories, of the learning rate and of peers."""
-        self._committer.choose(words.children)
+        """All that the organiser has signed until now of the learning rate and of peers."""
         if words.decay is not None:
             self._tell(on.DecayOrdered(words.decay))
         if words.roll is not None:
             self._tell(on.RollSigned(words.roll))
-
-    async def renewed(self, commit: Commit) -> None:
-        """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""
-        tip = self.core.tip.round
-        state = await self._catching_up.state(commit.manifest, tip, ())
-        await self._committer.renew(tip, commit, state)
 
     # ---- Effects of the dispatcher ----
 
@@ -299,11 +292,12 @@ class Driver:
 
 def build_driver(run: Run, node: Node, disk: Disk, role: Role, hooks: Hooks) -> Driver:
     """A driver that stands on the tip of `disk`; it is yet to be started."""
-    identity = Identity(node.me, run.rules, node.sealer, node.checker.check)
+    organiser = node.sealer if node.me == run.info.organiser else None
+    identity = Identity(node.me, run.rules, node.sealer, node.checker.check, organiser)
     votes, tip = disk.votes, disk.tip
     start = Start(
         votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, role.seeds, node.secret,
-        disk.chain.ledger(tip.manifest.round),
+        disk.chain.ledger(tip.manifest.round), disk.keeps_states,
     )  # fmt: skip
     core = Consensus.begin(identity, start, Pace(run.heartbeat_seconds), node.clock.now())
     return Driver(core, run, node, disk, role, hooks)

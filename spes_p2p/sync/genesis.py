@@ -1,7 +1,7 @@
 """How a run begins: what its name stands for, and manifest 0 with the organiser's signature.
 
-The organiser's key signs genesis, and a renewal where no elector is left; else the chain needs nobody. Leaves out where
-run and genesis are kept and how they travel, and when the organiser renews (see `renewal`).
+The organiser's key signs genesis, and a renewal where a quorum is lost; else the chain needs nobody. Leaves out where
+run and genesis are kept and how they travel, and when the organiser renews (see `renewing`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,10 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, manifest_hash
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    Certificate,
-    Commit,
-    DegradedVote,
-    Precommit,
-    Seal,
-    Sealer,
-    signing_bytes,
-)
+from spes_p2p.consensus.messages import GENESIS, Certificate, Commit, Precommit, Seal, Sealer, signing_bytes
 from spes_p2p.errors import RemoteProtocolError, for_good
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.wire import pack
-
-GENESIS = "genesis"
 
 
 @dataclass(frozen=True)
@@ -110,15 +99,7 @@ def sign_genesis(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commi
     name = manifest_hash(manifest)
     signed = sealer.seal(Precommit(manifest.fingerprint, NO_HASH, 0, name))
     seal = Seal(organiser, signed.public_key, signed.signature)
-    return Commit(Certificate(NO_HASH, GENESIS, 0, name, (), (seal,)), manifest)
-
-
-def sign_renewal(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commit:
-    """A manifest by `rules.renewed_manifest` with its certificate: one seal, the organiser's."""
-    name = manifest_hash(manifest)
-    signed = sealer.seal(DegradedVote(manifest.fingerprint, manifest.parent, (), -1, name))
-    seal = Seal(organiser, signed.public_key, signed.signature)
-    return Commit(Certificate(manifest.parent, DEGRADED, -1, name, (), (seal,)), manifest)
+    return Commit(Certificate(NO_HASH, GENESIS, 0, name, (seal,)), manifest)
 
 
 def check_genesis(commit: Commit, info: RunInfo, check: CheckSignature) -> None:

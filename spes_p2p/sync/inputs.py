@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -126,10 +126,6 @@ class RebasedState:
     _trained: Snapshot
     _uncounted: frozenset[int]
     _is_sound: Callable[[int], bool] = lambda tile_id: True
-
-    def onto(self, new: BlockSource, uncounted: frozenset[int]) -> RebasedState:
-        """The same work on top of another commit, which did not count it in these tiles."""
-        return replace(self, _new=new, _uncounted=uncounted)
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)

@@ -44,12 +44,6 @@ class Votes(Protocol):
     def forget(self, above: int) -> None:
         """Raises StorageFull."""
 
-    def leave(self, record: VoteRecord) -> None:
-        """Raises StorageFull."""
-
-    def arrive(self, head: Hash) -> None:
-        """Raises StorageFull."""
-
 
 class KnownChain(Protocol):
     """The commits of one peer's history (see `Chain`)."""
@@ -193,30 +187,29 @@ class History(Protocol[S]):
     What is fetched raises NetworkError, RemoteProtocolError or TileDamaged; what is written, StorageFull.
     """
 
-    @property
-    def moving(self) -> AbstractAsyncContextManager[Any]:
-        """A lock that is held while the state of another history comes here, to which we move."""
-
     def being_fetched(self) -> AbstractContextManager[None]:
         """A block in which the work under way may be cancelled."""
 
     async def break_off(self) -> bool:
         """Ends what is being fetched; whether there was anything."""
 
-    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
-        """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises HistoryDiverged."""
+    async def headers(self, tip: int, action: do.CatchUp) -> Commit:
+        """Puts the line of the holder on our chain (see `CatchUp.headers`). Raises HistoryDiverged."""
 
-    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
+    async def meet(self, tip: int, action: do.CatchUp) -> ForkPoint:
         """What each has on top of the last common manifest; nothing is written."""
 
-    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
-        """Puts what follows round `tip` on our chain, and what `holder`, at `round`, has after it; the newest."""
+    async def take_up(self, tip: int, theirs: Sequence[Commit], action: do.CatchUp) -> Commit:
+        """Puts what follows round `tip` on our chain, and what the holder has after it; the commit to fetch."""
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
         """A fetched state to switch to: of `newest`, or of a commit on our line begun earlier. Raises LinkTooSlow."""
 
     async def commit(self, commit: Commit) -> None:
         """The certificate first, then the state that was made here."""
+
+    async def renew(self, commit: Commit) -> None:
+        """A renewal of our tip: the certificate, and the state that is here."""
 
     async def follow(self, first: Manifest, newest: Commit, state: S) -> None:
         """A later state of our own line, of which `first` is our tip's child."""

@@ -197,7 +197,6 @@ class Settling:
         tip = await self._tip()
         if not is_new:
             tip = await self._whole(tip)
-        self._votes.arrive(manifest_hash(tip.manifest))
         if not _stands_by(self._votes.record, self._store, self._chain, tip):
             self._node.say("what this peer voted for is no longer on its disk; it rejoins as a newcomer")
             self._votes.forget()
@@ -241,26 +240,20 @@ class Settling:
         return found
 
     async def _fetch_instead(self, tip: Commit, reasons: list[str]) -> Commit | None:
-        """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`.
-
-        A child of the tip without a quorum is taken where nobody gives a state on top of one that has it.
-        """
+        """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
         run, check, round = self._run, self._node.checker.check, tip.manifest.round
         catch_up = CatchUp(run.info, run.rules, check, self._chain, self._store, self._transfers, asyncio.to_thread)
-        waiting = dict.fromkeys(await self._sources(), (False, round + MOST_BEYOND))
+        waiting = dict.fromkeys(await self._sources(), round + MOST_BEYOND)
         while waiting:
             # whom the newest certificate names first: strangers may be many, and never done
-            peer = min(waiting, key=lambda peer: (*waiting[peer], self._is_stranger(peer)))
-            may_lack_quorum, most = waiting.pop(peer)
+            peer = min(waiting, key=lambda peer: (waiting[peer], self._is_stranger(peer)))
+            most = waiting.pop(peer)
             try:
-                newest = await catch_up.headers_instead(round, peer, most, may_lack_quorum)
+                newest = await catch_up.headers_instead(round, peer, most)
             except TooManyRounds:
-                waiting[peer] = may_lack_quorum, 4 * most  # all others first
+                waiting[peer] = 4 * most  # all others first
                 continue
             except HistoryDiverged:
-                if not may_lack_quorum:
-                    waiting[peer] = True, most
-                    continue
                 newest, self._has_parted = tip, True
             except (NetworkError, RemoteProtocolError):
                 newest = tip

@@ -205,5 +205,5 @@ def _rules_of(
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",
         organiser=organiser,
-        final_rounds=config.swarm.final_rounds,
+        renew_after_seconds=config.swarm.renew_after_seconds,
     )

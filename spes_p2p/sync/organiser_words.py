@@ -1,10 +1,9 @@
-"""Orders that the organiser signs during a run: after which round it ends, which of two histories continues, that the
-learning rate falls, and who may vote or is banned.
+"""Orders that the organiser signs during a run: after which round it ends, that the learning rate falls, and who may
+vote or is banned.
 
 Everybody who knows it keeps it on disk and repeats it in the DHT, so it outlives who said it first. An end cannot be
-taken back: of several the earliest round counts. Of several choices after one manifest the one that was signed last
-counts, so that all come to the same, in whatever order they hear of them. Rounds themselves know nothing of an end: a
-peer whose newest round is the last one stops to train, saves and goes, as with `--until-round`. Of several orders to
+taken back: of several the earliest round counts. Rounds themselves know nothing of an end: a peer whose newest round is
+the last one stops to train, saves and goes, as with `--until-round`. Of several orders to
 let the learning rate fall the shortest is kept, of several rolls the one with the highest number; what counts of both
 is what a manifest has taken up (`consensus/statements.py`).
 """
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature, is_signed
 from spes_p2p.consensus.membership import Admission, Roll
-from spes_p2p.consensus.messages import Choice, DecayOrder, Sealer, Signed
+from spes_p2p.consensus.messages import DecayOrder, Sealer, Signed
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
@@ -36,8 +35,6 @@ WORDS_FILE = "words"
 LOOK_SECONDS = 10.0
 TTL_SECONDS = 90.0
 MAX_BYTES = 32768
-MOST_CHOICES = 8
-"""Those that were signed last are kept: who stands on a history that was left long ago has no company there."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,9 @@ class Ending:
 
 @dataclass(frozen=True)
 class Words:
-    """All that the organiser has said, as it is published and kept: one choice a parent, oldest first."""
+    """All that the organiser has said, as it is published and kept."""
 
     ending: Signed[Ending] | None = None
-    choices: tuple[Signed[Choice], ...] = ()
     decay: Signed[DecayOrder] | None = None
     roll: Signed[Roll] | None = None
 
@@ -61,11 +57,6 @@ class Words:
     def last_round(self) -> int | None:
         """After which the run is over; None where that was not said."""
         return None if self.ending is None else self.ending.value.last_round
-
-    @property
-    def children(self) -> dict[Hash, Hash]:
-        """By parent: the child that the organiser has chosen."""
-        return {signed.value.parent: signed.value.child for signed in self.choices}
 
     def admission(self, rules: RunRules) -> Admission:
         """Who may take part and who may vote by the newest roll."""
@@ -79,13 +70,8 @@ class Words:
         endings = [ending for ending in (self.ending, other.ending) if ending is not None]
         decays = [decay for decay in (self.decay, other.decay) if decay is not None]
         rolls = [roll for roll in (self.roll, other.roll) if roll is not None]
-        newest: dict[Hash, Signed[Choice]] = {}
-        for signed in sorted((*self.choices, *other.choices), key=_when):
-            newest[signed.value.parent] = signed
-        kept = sorted(newest.values(), key=_when)[-MOST_CHOICES:]
         return Words(
             min(endings, key=lambda signed: signed.value.last_round, default=None),
-            tuple(kept),
             min(decays, key=lambda signed: signed.value.steps, default=None),
             max(rolls, key=lambda signed: (signed.value.number, signed.signature), default=None),
         )
@@ -93,10 +79,6 @@ class Words:
     def has(self, other: Words) -> bool:
         """Whether merging `other` into this would change nothing."""
         return self.merged(other) == self
-
-
-def _when(signed: Signed[Choice]) -> tuple[int, Hash, Hash, bytes]:
-    return signed.value.at_seconds, signed.value.parent, signed.value.child, signed.signature
 
 
 def ending(info: RunInfo, last_round: int, sealer: Sealer) -> Words:
@@ -126,17 +108,10 @@ def roll(
     return Words(roll=sealer.seal(Roll(info.fingerprint, last.number + 1, tuple(may_vote), tuple(out))))
 
 
-def choice(info: RunInfo, parent: Hash, child: Hash, at_seconds: int, sealer: Sealer) -> Words:
-    """For the organiser's key alone; `at_seconds`: Unix seconds, later than of all that it said before."""
-    return Words(choices=(sealer.seal(Choice(info.fingerprint, parent, child, at_seconds)),))
-
-
 def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
     """Raises RemoteProtocolError unless the organiser of this run has signed every part."""
     words = unpack(Words, data, MAX_BYTES)
-    if len(words.choices) > MOST_CHOICES:
-        raise RemoteProtocolError(f"{len(words.choices)} choices of the organiser at once")
-    parts = (*words.choices, words.ending, words.decay, words.roll)
+    parts = (words.ending, words.decay, words.roll)
     for signed in (part for part in parts if part is not None):
         if signed.value.fingerprint != info.fingerprint or signed.author != info.organiser:
             raise RemoteProtocolError(

@@ -19,7 +19,7 @@ from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.ledger import Account, Proof, check_account
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, name_by_fields
 from spes_p2p.consensus.membership import Roll
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Seal, Sealer, Signed, signing_bytes
+from spes_p2p.consensus.messages import QUORUM, RENEWAL, Certificate, Seal, Sealer, Signed, signing_bytes
 from spes_p2p.errors import NetworkError, RemoteProtocolError, SpesError
 from spes_p2p.exchange.patience import fetch_within
 from spes_p2p.exchange.requests import WitnessRequest, pack_request
@@ -151,8 +151,8 @@ def check_receipt(data: bytes, check: CheckSignature) -> Receipt:
     if receipt.roll is not None:
         _check_roll(receipt.roll, info, check)
     if certificate is not None:
-        is_plain = certificate.kind == DEGRADED or (certificate.kind == QUORUM and not certificate.heard)
-        if certificate.manifest != shown.name or not certificate.seals or not is_plain:
+        is_known = certificate.kind in (QUORUM, RENEWAL)
+        if certificate.manifest != shown.name or not certificate.seals or not is_known:
             raise RemoteProtocolError("the receipt's certificate is not that of the manifest: one of them was altered")
         _check_seals(certificate.seals, certificate_statement(info.fingerprint, certificate), check)
     _check_seals(receipt.witnesses, signing_bytes(Witness(info.fingerprint, shown.round, shown.name)), check)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.electorate import Faults, SealRule
+from spes_p2p.consensus.electorate import Electorate, Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Admission, electors
-from spes_p2p.consensus.messages import DEGRADED, Commit
+from spes_p2p.consensus.messages import RENEWAL, Commit
 from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
@@ -30,7 +30,6 @@ from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.announced import (
     ANSWER_SECONDS,
     Accept,
-    find_forks,
     is_checked,
     newest_commit,
     read_heads,
@@ -39,7 +38,6 @@ from spes_p2p.sync.announced import (
 )
 from spes_p2p.sync.finding import find_run, load_run
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.organiser_words import known_words
 
 FRESH_SECONDS = 4 * EVERY_SECONDS
@@ -95,7 +93,7 @@ class MixedDataset:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`certificate` is the kind of the newest one (quorum, degraded, organiser, genesis), empty before genesis.
+    """`certificate` is the kind of the newest one (quorum, renewal, genesis), empty before genesis.
 
     `checked` says whether its seals were checked against the electors of its parent; `electors` are the seals that it
     has, and all that may vote on the next round. `head_age_seconds`: since when it is known, None where nobody says.
@@ -107,7 +105,7 @@ class RunReport:
     step: int
     tokens: int
     certificate: str
-    degraded: bool
+    renewal: bool
     checked: bool
     seals: int
     electors: int
@@ -127,8 +125,10 @@ class RunReport:
     """By the organiser or by electors, sorted."""
     probation: tuple[tuple[PeerId, int], ...] = ()
     """Whose work does not count in full yet, and how many audits it must pass."""
-    forks: tuple[Fork, ...] = ()
-    """Where histories part that are announced at the same time; the rest is of the one with the newest round."""
+    needed: int = 0
+    """Electors that the next round needs."""
+    missing: tuple[PeerId, ...] = ()
+    """Electors that were not heard lately, where too few others were: the run waits for them, or for a renewal."""
     last_round: int | None = None
     """With which the organiser ends the run; None where nobody says so."""
     brings_data: bool = False
@@ -193,9 +193,8 @@ async def read_run(
     rule = SealRule(organiser, Faults(config.swarm.faults) if config else Faults.CRASH)
     checked = await is_checked(transport, check, commit, holders, rule) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
-    if commit:
-        forks = await find_forks(transport, check, heads, commit, holders, rule)
-        report = dataclasses.replace(report, forks=forks)
+    if commit is not None:
+        report = dataclasses.replace(report, **_quorum(commit.manifest, peers, rule.faults, now))
     if info is not None:
         report = dataclasses.replace(report, brings_data=info.dataset == NO_HASH)
         with contextlib.suppress(NetworkError):
@@ -208,6 +207,13 @@ async def read_run(
         word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))
         report = dataclasses.replace(report, invitation=word)
     return report, commit
+
+
+def _quorum(manifest: Manifest, peers: Mapping[PeerId, PeerRecord], faults: Faults, now: float) -> dict[str, Any]:
+    voters = tuple(member.peer for member in electors(manifest.members))
+    needed = Electorate(voters, faults).quorum
+    gone = tuple(peer for peer in sorted(voters) if peer not in peers or not _is_fresh(peers[peer], now))
+    return {"needed": needed, "missing": gone if len(voters) - len(gone) < needed else ()}
 
 
 def _mix(config: Config, commit: Commit) -> tuple[MixedDataset, ...]:
@@ -244,8 +250,8 @@ def _report(
         round=manifest.round if manifest else 0,
         step=manifest.step if manifest else 0,
         tokens=manifest.tokens if manifest else 0,
-        certificate=certificate.label if certificate else "",
-        degraded=certificate is not None and certificate.kind == DEGRADED,
+        certificate=certificate.kind if certificate else "",
+        renewal=certificate is not None and certificate.kind == RENEWAL,
         checked=checked,
         seals=len(certificate.seals) if certificate else 0,
         electors=len(electors(manifest.members)) if manifest else 0,

@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from spes_p2p.consensus.columns import stale_columns
-from spes_p2p.consensus.forks import tokens_lost
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import LOST, Commit
+from spes_p2p.consensus.place import tokens_lost
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import PHASES
 from spes_p2p.sync.catch_up import ForkPoint

@@ -26,8 +26,6 @@ MAX_PARTS = {
     "verdicts": 2**12,
     "votes": 1024,
     "contents": 16,
-    "degraded_proposals": 64,
-    "degraded_votes": 64,
     "equivocations": 64,
 }
 """What one envelope may hold of each kind: many times what an honest peer says at once."""
@@ -153,8 +151,6 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
             yield from twice.both
     for twice in envelope.equivocations:
         yield from twice.both
-    yield from envelope.degraded_proposals
-    yield from envelope.degraded_votes
     for votes in envelope.votes:
         yield from (signed for signed in (votes.prevote, votes.precommit, votes.proposal) if signed is not None)
         earlier = votes.proposal.value.polka if votes.proposal is not None else None

@@ -51,7 +51,7 @@ class Applied:
     leavers: frozenset[PeerId]
     """Peers that had announced that they leave."""
     switched: bool = False
-    """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
+    """The commit is of another history than `previous`: ours was left, with `lost_tokens` that it had counted."""
     lost_tokens: int = 0
     own_tokens: int = 0
     """Tokens of this peer among `lost_tokens`."""
@@ -148,14 +148,12 @@ class Disk:
 class Role:
     """How a peer takes part: what it wants, and who else it should hear from.
 
-    `held_bytes`: what contributions that are being reduced may take of memory, if not the usual. `follow`: first digits
-    of the child that this peer goes on with where histories meet, whatever others choose.
+    `held_bytes`: what contributions that are being reduced may take of memory, if not the usual.
     """
 
     intent: Intent
     seeds: tuple[PeerId, ...]
     held_bytes: int | None = None
-    follow: str = ""
 
 
 @dataclass(frozen=True, eq=False)

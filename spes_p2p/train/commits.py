@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spes_p2p.consensus.messages import DEGRADED
+from spes_p2p.consensus.messages import RENEWAL
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.train.machine import TrainerMachine
@@ -14,12 +14,9 @@ def news_of(
 ) -> Committed | Switched:
     """Of commits that were applied one after the other, all at once."""
     first, last, turn = events[0], events[-1], machine.turn
-    newest, parent = last.commit.manifest, None if turn is None else turn.manifest
-    if first.switched:
-        parent = None if machine.parting is None else machine.parting.parent
-    child = None if parent is None else chain.child_of(parent)  # none where another history won in this moment
+    newest = last.commit.manifest
     if any(event.switched for event in events):
-        own = sum(event.own_tokens for event in events) if first.switched else 0
-        return Switched(newest, is_member, child, own, at_once=not first.switched)
-    is_degraded = last.commit.certificate.kind == DEGRADED
-    return Committed(newest, is_member, first.counted, first.handed_in, first.uncounted, child, is_degraded)
+        return Switched(newest, is_member, sum(event.own_tokens for event in events))
+    child = None if turn is None else chain.child_of(turn.manifest)  # none where another history came in this moment
+    is_renewal = turn is not None and newest.parent == turn.tip_hash and last.commit.certificate.kind == RENEWAL
+    return Committed(newest, is_member, first.counted, first.handed_in, first.uncounted, child, is_renewal)

@@ -17,7 +17,7 @@ from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Work
 from spes_p2p.ownership.assign import columns_of
 from spes_p2p.state.layout import Layout
-from spes_p2p.train.own_work import CarryOver, OwnWork, Parting, outcome
+from spes_p2p.train.own_work import OwnWork
 from spes_p2p.train.stages import (
     Action,
     Begin,
@@ -26,7 +26,6 @@ from spes_p2p.train.stages import (
     Depart,
     Event,
     GoAhead,
-    GoOver,
     Leave,
     Load,
     Rebase,
@@ -45,6 +44,7 @@ from spes_p2p.train.stages import (
     UseLease,
 )
 
+LEFT_BEHIND = "this peer has gone over to a history that counts more"
 GIVEN_AWAY = "they came too late, and that part of the data was given to others"
 
 TRANSITIONS: Mapping[tuple[Stage, type], frozenset[Stage]] = {
@@ -83,8 +83,6 @@ class TrainerMachine:
         """The newest round that training has heard of."""
         self.carries = False
         """Whether what is trained on has own changes that the newest round did not count."""
-        self.parting: Parting | None = None
-        """What the newest commit was made of, where another history may undo it."""
 
     def handle(self, event: Event) -> list[Action]:
         """Raises LookupError for an event that makes no sense in this stage (see TRANSITIONS)."""
@@ -152,24 +150,15 @@ class TrainerMachine:
         lead = self.own.take_lead()
         if not event.is_member:
             return actions + self.own.lose("the run no longer names this peer") + self._stand_aside(event.newest)
-        parting = self._parting_after(event)
         if self.turn is None or not self.own.find_place(event.newest, left):
             return actions + self.own.lose(GIVEN_AWAY) + self._enter(event.newest, None)
         owned = columns_of(event.newest.ownership, self._rules.me)
         blocks = self.turn.blocks_within(owned)
         tiles = self._layout.tile_ids_in(blocks) & uncounted  # a column of another owner now is the same for all
-        self.carries, self.own.steps = bool(tiles), lead
+        made = min(self.own.steps + lead, event.newest.steps_per_round) if event.is_renewal else lead
+        self.carries, self.own.steps = bool(tiles), made
         load = self._load(event.newest, Rebase(tiles, blocks if lead else ()))
-        self.parting = parting
         return [*actions, UseLease(self.own.place), load]
-
-    def _parting_after(self, event: Committed) -> Parting | None:
-        """The parting, if the newest commit counts our work and another history may undo it; else None."""
-        turn = self.turn
-        is_known = event.had_snapshot or event.counted is None  # else it counted an earlier life
-        if turn is None or not (event.is_degraded and is_known and event.newest.parent == turn.tip_hash):
-            return None
-        return Parting(self._rules.me, turn.manifest, turn.owned, event.counted)
 
     def _not_taken(self, event: Committed) -> tuple[list[Action], frozenset[int]]:
         """The tiles that were trained and did not go in, of a snapshot that is taken now where there was none."""
@@ -192,26 +181,12 @@ class TrainerMachine:
         return [*lost, UseLease(self.own.place), Depart(owned, event.newest, rebase)]
 
     def _switched(self, event: Switched) -> list[Action]:
-        """This peer's work goes over to the history that won, where its data is still this peer's."""
-        turn, newest, actions = self.turn, event.newest, list[Action]()
-        self.newest = newest.round
-        parting, steps = self.parting, newest.steps_per_round if self.own.lead.steps else self.own.steps
-        if event.at_once:  # what came of the turn, and that it is undone, is heard of in one moment
-            parting = None if turn is None else Parting(self._rules.me, turn.manifest, turn.owned, None)
-            steps = self.own.lead.steps
-            actions += [TakeSnapshot(turn)] if turn is not None and self.stage is Stage.TRAINING else []
+        """This peer starts on another history as who catches up: with nothing of its own but its moments."""
+        self.newest = event.newest.round
         self.own.take_lead()
-        tokens = event.own_tokens + self.own.uncounted.tokens
-        way = None if parting is None or event.child is None else CarryOver(parting, event.child)
-        kept = way is not None and event.is_member and self.own.bring_over(way, newest)
-        actions += outcome(tokens, self.own.uncounted.tokens if kept else 0, way)
-        if way is None or turn is None or not kept:
-            return actions + (self._enter(newest, None) if event.is_member else self._stand_aside(newest))
-        blocks = way.blocks(newest)
-        ahead = tuple(block for block in blocks if block in turn.blocks)
-        go_over = GoOver(self._layout.tile_ids_in(blocks) - way.taken, blocks, ahead, event.at_once)
-        self.carries, self.own.steps = True, min(steps, newest.steps_per_round)
-        return [*actions, UseLease(self.own.place), self._load(newest, go_over)]
+        self.own.uncounted += Uncounted(event.own_tokens, 0)
+        said = self.own.lose(LEFT_BEHIND)
+        return said + (self._enter(event.newest, None) if event.is_member else self._stand_aside(event.newest))
 
     # ---- parts of them
 
@@ -222,13 +197,12 @@ class TrainerMachine:
         load = self._load(manifest, None)
         return [replace(load, restored=True)] if restored is not None else [UseLease(self.own.place), load]
 
-    def _load(self, manifest: Manifest, rebase: Rebase | GoOver | None) -> Load:
+    def _load(self, manifest: Manifest, rebase: Rebase | None) -> Load:
         self.stage = Stage.TRAINING
         self.turn = Turn(manifest, columns_of(manifest.ownership, self._rules.me))
-        self.parting = None
         return Load(self.turn, rebase, self.own.steps)
 
     def _stand_aside(self, newest: Manifest) -> list[Action]:
         self.stage, self.turn, self.carries = Stage.OUTSIDE, None, False
-        self.own.uncounted, self.parting = Uncounted(), None
+        self.own.uncounted = Uncounted()
         return [StandAside(newest)]

@@ -1,16 +1,14 @@
 """A peer's own work: what it has trained that no round has counted, and where in its data that is.
 
-Also what becomes of it where another history wins. Leaves out what is done about it, which `machine` decides.
+Leaves out what is done about it, which `machine` decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.data.leases import Ranges, count, joined, take
-from spes_p2p.ids import PeerId
-from spes_p2p.ownership.assign import columns_of
 from spes_p2p.train.stages import Place, Restored, Say, StepMade, TrainingRules, Uncounted
 
 
@@ -67,13 +65,6 @@ class OwnWork:
         self.place = Place(ranges, count(left) if is_ours else 0)
         return is_ours
 
-    def bring_over(self, way: CarryOver, newest: Manifest) -> bool:
-        """Whether the data of the work is still ours; the work that the winner does not count is uncounted then."""
-        if not self.find_place(newest, way.left(self.place.ahead_of(0))):
-            return False
-        self.uncounted = way.uncounted(self.uncounted)
-        return True
-
     def lose(self, why: str) -> list[Say]:
         """None of it counts any more; what to say of that."""
         lost, self.uncounted = self.uncounted.tokens, Uncounted()
@@ -81,70 +72,3 @@ class OwnWork:
 
     def _lease_by(self, manifest: Manifest) -> Ranges:
         return manifest.leases.of(self._rules.me) if self._rules.leased else ()
-
-
-@dataclass(frozen=True)
-class Parting:
-    """What `me` has brought into a child of `parent` that has no quorum, while that child is the newest.
-
-    `owned`: the columns that were trained; `counted`: what the child counted of us.
-    """
-
-    me: PeerId
-    parent: Manifest
-    owned: tuple[int, ...]
-    counted: Contribution | None
-
-
-@dataclass(frozen=True)
-class CarryOver:
-    """A peer's work that goes over to another history, from a parting to the `child` of its parent that has won.
-
-    To that child our work is like any work that a round left out: it is carried over, with what was trained since on
-    top. Its data is leased by the parent, and the winning child leaves the lease to members that it has heard, which is
-    checked here. If the histories split earlier, the state that the work began from is gone, and all of it is lost.
-    """
-
-    parting: Parting
-    child: Manifest
-
-    @property
-    def counted(self) -> Contribution | None:
-        """What the winning child counts of the same work that ours counted, since we may have handed it in to both."""
-        return next((entry for entry in self.child.roster if entry.peer == self.parting.me), None)
-
-    def uncounted(self, work: Uncounted) -> Uncounted:
-        """Of what was trained since the parting, `work` after our child included, what the winner does not count."""
-        ours, theirs = self.parting.counted, self.counted
-        had = work + Uncounted(ours.tokens, ours.steps) if ours is not None else work
-        if theirs is None:
-            return had
-        return Uncounted(max(0, had.tokens - theirs.tokens), max(0, had.steps - theirs.steps))
-
-    def left(self, used: Ranges) -> Ranges:
-        """Positions trained on since the parting, `used` after our child, that the winner does not count."""
-        ours, theirs = self.parting.counted, self.counted
-        lease = self.parting.parent.leases.of(self.parting.me)
-        undone = take(lease, ours.sequences)[0] if ours is not None else ()
-        return take(joined((*undone, *used)), theirs.sequences if theirs is not None else 0)[1]
-
-    def blocks(self, newest: Manifest) -> tuple[int, ...]:
-        """What was trained when the histories parted, and is ours to train by `newest`."""
-        owned = columns_of(newest.ownership, self.parting.me)
-        return (0, *(1 + column for column in self.parting.owned if column in owned))
-
-    @property
-    def taken(self) -> frozenset[int]:
-        """Tiles of our work that went into the winner."""
-        return self.child.tile_ids_of(self.parting.me)
-
-
-def outcome(own: int, kept: int, carry_over: CarryOver | None) -> list[Say]:
-    """What became of the tokens that this peer had trained since the histories parted."""
-    counted = carry_over.counted.tokens if carry_over is not None and carry_over.counted is not None else 0
-    said = []
-    if kept:
-        said.append(Say(f"{kept:,} of this peer's own tokens are kept for the next round to count"))
-    if (lost := own - kept - counted) > 0:
-        said.append(Say(f"{lost:,} of this peer's own tokens are lost with the old history"))
-    return said

@@ -148,7 +148,7 @@ class Committed:
 
     `is_member`: the newest manifest counts on this peer. `counted` is what the first of them counted of ours;
     `had_snapshot`: it could have used what was handed in, and `uncounted` are the tiles of that which did not go in.
-    `is_degraded`: `newest` was made without a quorum. `child`: the first of them, where it can be known.
+    `is_renewal`: `newest` is a renewal of what was trained on. `child`: the first of them, where it can be known.
     """
 
     newest: Manifest
@@ -157,22 +157,16 @@ class Committed:
     had_snapshot: bool
     uncounted: frozenset[int]
     child: Manifest | None = None
-    is_degraded: bool = False
+    is_renewal: bool = False
 
 
 @dataclass(frozen=True)
 class Switched:
-    """Another history won, and `newest` is of it.
-
-    `child`: its child of the manifest that our work was begun on, None where the histories parted earlier.
-    `own_tokens`: of this peer in rounds that count no more. `at_once`: nothing was heard of our own commit before.
-    """
+    """This peer stands on another history, of which `newest` is. `own_tokens`: of its own in rounds that it left."""
 
     newest: Manifest
     is_member: bool
-    child: Manifest | None
     own_tokens: int
-    at_once: bool = False
 
 
 Event = Begin | StepMade | RoundEnded | GoAhead | Leave | Committed | Switched
@@ -211,19 +205,6 @@ class Rebase:
 
 
 @dataclass(frozen=True)
-class GoOver:
-    """The same for work that goes over to another history: `tiles` of it, and in blocks `ahead` what came after it.
-
-    Only `blocks` can hold any. `at_once`: the work is that of the turn; else what training went on from after it.
-    """
-
-    tiles: frozenset[int]
-    blocks: tuple[int, ...]
-    ahead: tuple[int, ...]
-    at_once: bool
-
-
-@dataclass(frozen=True)
 class CloseTurn:
     """The turn is over: whoever needs what it began with or handed in takes it now."""
 
@@ -240,7 +221,7 @@ class Load:
     """Train on the state of the turn's manifest, rebased or as it is, of which `own_steps` are made already."""
 
     turn: Turn
-    rebase: Rebase | GoOver | None
+    rebase: Rebase | None
     own_steps: int
     restored: bool = False
     """Values and training state are those of a checkpoint, and here already."""

@@ -12,7 +12,7 @@ from spes_p2p.state.version import Version
 from spes_p2p.sync.inputs import Inputs, OverlapRebase, RebasedState
 from spes_p2p.sync.outgoing import TrainingBase
 from spes_p2p.sync.residuals import Residuals
-from spes_p2p.train.stages import GoOver, Rebase, Turn
+from spes_p2p.train.stages import Rebase, Turn
 
 
 @dataclass(eq=False)
@@ -28,8 +28,6 @@ class TrainedValues:
     def __post_init__(self) -> None:
         self._base: Version | None = None
         self._masters: TrainingBase | None = None
-        self._work: RebasedState | None = None
-        """What training went on from, but for what was trained ahead."""
 
     @property
     def base(self) -> Version:
@@ -50,33 +48,22 @@ class TrainedValues:
 
     def end(self) -> None:
         """Nothing is trained any more."""
-        self._base = self._masters = self._work = None
+        self._base = self._masters = None
 
     def snapshot(self, turn: Turn) -> None:
         """Keeps what was trained in a turn, to be handed in."""
         self._inputs.take(turn.tip_hash, turn.blocks, self._trained)
 
-    def rebased(self, newest: Manifest, rebase: Rebase | GoOver, is_read_late: bool = False) -> BlockSource:
+    def rebased(self, newest: Manifest, rebase: Rebase, is_read_late: bool = False) -> BlockSource:
         """What to train on after `newest`; to be asked for before `begin` of the turn on top of it.
 
         `is_read_late`: the trained values change before it is read.
         """
-        if isinstance(rebase, GoOver):
-            return self._gone_over(newest, rebase)
-        work = self._work = self._carried(self.masters(newest), rebase.tiles)
+        work = self._carried(self.masters(newest), rebase.tiles)
         if not rebase.ahead:
             return work
         ahead = OverlapRebase(work, self._trained, self._inputs.snapshot, rebase.ahead)
         return self._inputs.freeze(ahead, rebase.ahead) if is_read_late else ahead
-
-    def _gone_over(self, newest: Manifest, over: GoOver) -> BlockSource:
-        """theta <- new + (work - its base) + (theta - work), where the work is what training went on from before."""
-        work = self._work
-        if over.at_once or work is None:
-            assert self._masters is not None
-            work = self._carried(self._masters, frozenset(tile.id for tile in self._layout.tiles))
-        values = OverlapRebase(work.onto(self.masters(newest), over.tiles), self._trained, work, over.ahead)
-        return self._inputs.freeze(values, over.blocks)
 
     def _carried(self, new: BlockSource, tiles: frozenset[int]) -> RebasedState:
         """What was handed in on top of the present base, carried on to `new` in these tiles."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,9 @@ from spes_p2p.cli import run
 from spes_p2p.config.load import load_config
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.peer import organising
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from spes_p2p.swarm.invite import Invite, encode
-from spes_p2p.swarm.ports import Network
-from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.node import can_be_audited
-from spes_p2p.sync.organiser_words import Words
 from spes_p2p.wire import pack
 from tests.cli.conftest import LOOPBACK, spes_p2p
 from tests.cli.test_errors import refused
@@ -112,38 +106,6 @@ def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
         assert joined.exit_code == 0, joined
         assert "the organiser vouches for this peer: it votes" in joined.output
         assert [event.round for event in rounds(stranger)] == [1, 2]
-
-
-def test_the_organiser_chooses_between_two_histories(
-    tmp_path: Path, serving: Serve, tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real node takes the word; the histories are made up."""
-    sides = (
-        Side(name + "0" * 54, kind, 9, 4, tokens, 1, 1, (), 0.0)
-        for name, kind, tokens in (("4f0c2a91d3", "degraded", 1234), ("9a8b7c6d5e", "quorum", 99))
-    )
-    fork = Fork("ab" * 32, 5, {side.child: side for side in sides})
-    look, tell, heard = organising.look_at_histories, organising.tell, list[Words]()
-
-    async def tell_and_note(network: Network, info: RunInfo, word: Words) -> Words:
-        heard.append(await tell(network, info, word))
-        return heard[-1]
-
-    monkeypatch.setattr(organising, "look_at_histories", lambda meeting: replace(look(meeting), forks=(fork,)))
-    monkeypatch.setattr(organising, "tell", tell_and_note)
-    with serving() as organiser:
-        assert organiser.join(tmp_path / "peer", "--data", str(tokens), "--until-round", "1").exit_code == 0
-        node = ("-f", str(organiser.folder))
-        shown = spes_p2p("run", "choose", *node).output
-        assert "the run has 2 histories since round 5" in shown
-        assert "spes-p2p run choose 9a8b7c6d5e" in shown
-        refused(spes_p2p("run", "choose", "abcdef", *node), "no history begins with abcdef", "exactly one")
-        assert not heard
-        said = spes_p2p("run", "choose", "9a8b7c6d5e", "--yes", *node)
-        assert said.exit_code == 0, said
-        assert "lost: 4 rounds with 1,234 tokens of 4f0c2a91d3" in said.output
-        assert "the run goes on with 9a8b7c6d5e" in said.output
-    assert heard[0].children == {bytes.fromhex(fork.parent): bytes.fromhex("9a8b7c6d5e" + "0" * 54)}
 
 
 def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: Path) -> None:

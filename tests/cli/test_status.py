@@ -12,7 +12,6 @@ from spes_p2p.cli.status import CLEAR_SCREEN, _show_again, text_of
 from spes_p2p.data.held import Coverage
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import Vitals
-from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.report import ColumnLine, MixedDataset, PeerLine, RunReport
 
 NOW = 1_700_000_000.0
@@ -34,7 +33,7 @@ REPORT = RunReport(
     step=1240,
     tokens=983_040,
     certificate="quorum",
-    degraded=False,
+    renewal=False,
     checked=True,
     seals=2,
     electors=3,
@@ -124,9 +123,9 @@ def test_a_round_in_which_nothing_was_trained_makes_no_column_stale() -> None:
     assert (empty.stale, empty.to_json()["stale"], REPORT.to_json()["stale"]) == ((), (), (3, 4))
 
 
-def test_a_certificate_that_is_degraded_or_unproven_is_said_aloud() -> None:
-    degraded = replace(REPORT, certificate="degraded", degraded=True, seals=1)
-    assert "DEGRADED, 1 signature by those members who could be heard, checked" in lines(degraded)[2]
+def test_a_certificate_that_is_a_renewal_or_unproven_is_said_aloud() -> None:
+    renewal = replace(REPORT, certificate="renewal", renewal=True, seals=1)
+    assert "a renewal, signed by the organiser, checked" in lines(renewal)[2]
     assert "NOT CHECKED" in lines(replace(REPORT, checked=False))[2]
     genesis = replace(REPORT, certificate="genesis", checked=False, seals=1, head_age_seconds=None)
     assert lines(genesis)[2] == "newest certificate: signed by the organiser; 3 electors for the next round"
@@ -176,25 +175,10 @@ def test_before_the_run_has_begun_it_says_who_waits() -> None:
     assert not any("columns:" in line for line in lines(waiting))
 
 
-def test_two_histories_are_shown_with_what_each_choice_costs() -> None:
-    long, late = "4f0c2a91d3" + "0" * 54, "9a8b7c6d5e" + "0" * 54
-    sides = (
-        Side(long, "degraded", 40, 28, 1_234_567, 1, 1, (ANNA,), NOW - 12),
-        Side(late, "quorum", 29, 17, 99, 2, 2, (BEN, ORGANISER), 0.0),
-    )
-    fork = Fork("00" * 32, 12, {side.child: side for side in sides})
-    shown = replace(REPORT, forks=(fork,))
-    assert max(map(len, text_of(shown, NOW).splitlines())) <= 100
-    assert lines(shown)[3:13] == [
-        "",
-        "the run has 2 histories since round 12; one must give way or be chosen:",
-        "4f0c2a91d3: rounds 13 to 40 (first certificate: degraded), 1,234,567 tokens, newest 12 s old",
-        "1 member, 1 elector; announced by Nanna1",
-        "choosing it loses 17 rounds with 99 tokens of 9a8b7c6d5e: 2 members of it would switch",
-        "spes-p2p run choose 4f0c2a91d3",
-        "9a8b7c6d5e: rounds 13 to 29 (first certificate: quorum), 99 tokens",
-        "2 members, 2 electors; announced by Nbenb2, xboot3",
-        "choosing it loses 28 rounds with 1,234,567 tokens of 4f0c2a91d3: 1 member of it would switch",
-        "spes-p2p run choose 9a8b7c6d5e",
-    ]
-    assert json.loads(json.dumps(shown.to_json()))["forks"][0]["sides"][late]["tokens"] == 99
+def test_who_is_waited_for_is_said_with_what_helps() -> None:
+    waiting = replace(REPORT, electors=3, needed=2, missing=(ANNA, BEN))
+    [text] = [line for line in lines(waiting) if line.startswith("WAITING")]
+    assert f"round {REPORT.round + 1} needs 2 of 3 electors; missing: Nanna1, Nbenb2" in text
+    assert "the organiser's node runs (its key, on any machine)" in text
+    assert "spes-p2p bootstrap --init-from" in text
+    assert not [line for line in lines(REPORT) if line.startswith("WAITING")]

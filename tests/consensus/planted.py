@@ -9,17 +9,18 @@ from dataclasses import replace
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
 from spes_p2p.consensus.content import Content
-from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.electorate import NIL
-from spes_p2p.consensus.forks import ForkDecision, Line
+from spes_p2p.consensus.following import Following
 from spes_p2p.consensus.inbound import Inbound
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.messages import QUORUM, Declaration, Precommit, Signed, Status
+from spes_p2p.consensus.membership import Admission
+from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, Declaration, Precommit, Seal, Signed, Status
 from spes_p2p.consensus.parts import PartClasses
-from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.place import Place
+from spes_p2p.consensus.renewing import Renewing, signed_renewal
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.consensus.statements import members_after
@@ -80,7 +81,9 @@ def _certified(voting: Voting, needed: int, now: float, alike: Callable[[Precomm
         if len(votes) >= needed:
             vote = votes[0].value
             content = voting._state.round.contents[vote.value]
-            voting.take_decision(voting.commit_of(QUORUM, vote.ballot, (), content, votes), now)
+            seals = tuple(Seal(signed.author, signed.public_key, signed.signature) for signed in votes)
+            certificate = Certificate(vote.parent, QUORUM, vote.ballot, vote.value, seals)
+            voting.take_decision(Commit(certificate, content.manifest), now)
             return True
     return False
 
@@ -90,58 +93,6 @@ class ForgetsLocks(Voting):
 
     def bind(self, record: VoteRecord) -> None:
         super().bind(replace(record, locked_ballot=-1, locked_value=NIL))
-
-
-class DoesNotWait(Degraded):
-    """A minority goes on as soon as it suspects the others."""
-
-    def electors(self, now: float) -> tuple[PeerId, ...]:
-        if self._liveness.hears_quorum or not self._leadership.can_vote() or self._state.round.decided:
-            return ()
-        live = self._members.live_electors(now)
-        return tuple(
-            sorted(p for p in live if p == self._me or self._others.contacts[p].status.head == self._state.tip_hash)
-        )
-
-
-class TakesWhatAMinorityMade(Degraded):
-    """A child that a minority made is taken as what a majority has decided is."""
-
-    def take(self, now: float) -> bool:
-        for commit in self._state.round.offered.values():
-            self._voting.take_decision(commit, now)
-            return True
-        return False
-
-    def way_to(self, ours: Line, theirs: Line, now: float) -> ForkDecision:
-        return super().way_to(ours, theirs, now) if ours else ForkDecision.MOVE
-
-
-class ForgetsLocksAlone(Proposals):
-    """Those who go on without a quorum do not look at what they voted for."""
-
-    def kept_by_set(self) -> tuple[int, int, Hash]:
-        return -1, -1, NIL
-
-
-class SleepsAsIfAwake(Lifecycle):
-    """Time that the machine slept through counts as silence of the others."""
-
-    def notice_sleep(self, now: float) -> None:
-        before = self._liveness.quorum_at
-        super().notice_sleep(now)
-        self._liveness.quorum_at, self._liveness.asking_since = before, None
-
-
-class GivesUpWhoReturns(Consensus):
-    """A quorum that is heard again was lost all the same: its silence counts from when we came to our tip."""
-
-    def _listen(self, now: float) -> bool:
-        liveness = self.state.liveness
-        before = liveness.quorum_at
-        changed = super()._listen(now)
-        liveness.quorum_at = min(before, liveness.quorum_at)
-        return changed
 
 
 class ForgetsWhatItFetches(Lifecycle):
@@ -164,13 +115,6 @@ class NamesWhoIsBehind(Members):
 
     def _would_join(self, said: Declaration) -> bool:
         return said.intent.joining and not said.intent.leaving
-
-
-class SignsForTheAbsent(Degraded):
-    """Who makes a degraded child is not looked at again when one of them falls silent."""
-
-    def electors(self, now: float) -> tuple[PeerId, ...]:
-        return self._state.degraded_set or super().electors(now)
 
 
 class TrustsItsDisk(Statuses):
@@ -196,12 +140,62 @@ class NeverBlamesTheLeader(Leadership):
         return False
 
 
-class WaitsForEver(Statuses):
-    """The wait for a lost majority begins anew with each message of anybody."""
+class StaysWhereItIs(Following):
+    """Nobody goes over to a history that goes before its own."""
 
-    def hear(self, signed: Signed[Status], sender: PeerId, heard_at: float, now: float) -> bool:
-        self._state.liveness.quorum_at = now
-        return super().hear(signed, sender, heard_at, now)
+    def _is_ahead(self, status: Status, place: Place, roll: int) -> bool:
+        is_ours = status.round == self._state.tip.round + 1
+        return is_ours and super()._is_ahead(status, place, roll)
+
+
+class GrowsWhileItGoesOver(Leadership):
+    """Who goes over to a heavier history votes on meanwhile."""
+
+    def _yields(self) -> bool:
+        return False
+
+
+class NeverRenews(Renewing):
+    """The organiser's node waits for ever."""
+
+    def _is_due(self, admission: Admission, now: float) -> bool:
+        return False
+
+
+class StartsItsWaitAnew(Renewing):
+    """Each word of an elector begins the wait for a renewal anew."""
+
+    def _is_due(self, admission: Admission, now: float) -> bool:
+        if any(self._contacts.alive(peer, now) for peer in self._state.electors if peer != self._me):
+            self._others.short_since = now
+        return super()._is_due(admission, now)
+
+
+class RenewsWhereNobodyStands(Renewing):
+    """The node does not step back to where somebody has a state."""
+
+    def _step_back(self, admission: Admission, now: float) -> None:
+        return
+
+
+class NamesTheDead(Renewing):
+    """A renewal names whoever was an elector, heard or not."""
+
+    def _mutual(self, standing: dict[PeerId, frozenset[PeerId]]) -> list[PeerId]:
+        return sorted(self._state.electors)
+
+
+class RenewsTheState(Renewing):
+    """A renewal counts work."""
+
+    def renew(self, now: float) -> bool:
+        before = self._state.round.decided
+        renewed = super().renew(now)
+        commit, sealer = self._state.round.decided, self._state.identity.organiser
+        if commit is not None and commit is not before and sealer is not None and renewed:
+            richer = replace(commit.manifest, tokens=commit.manifest.tokens + 8)
+            self._state.round.decided = signed_renewal(richer, self._rules.organiser, sealer)
+        return renewed
 
 
 class BelievesLeaders(Inbound):
@@ -233,13 +227,6 @@ class CountsWorkTwice(Consensus):
     """Both together: what a leader says of the work of others is committed."""
 
     PART_CLASSES = PartClasses(voting=CountsMore, inbound=BelievesLeaders)
-
-
-class NeverGivesUpAState(Proposals):
-    """Who knows of a commit whose state is gone with all who had it asks for it for ever."""
-
-    def is_lost(self, now: float) -> bool:
-        return False
 
 
 class TakesServersForTrainers(Members):

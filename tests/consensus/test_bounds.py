@@ -28,7 +28,6 @@ from spes_p2p.consensus.membership import LEAST_NEW, MAX_ELECTORS, Member, Roll,
 from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
-    DegradedVote,
     Intent,
     Plan,
     Precommit,
@@ -44,7 +43,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.proposals import MOST_CONTENTS
 from spes_p2p.consensus.rules import genesis_manifest
-from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_FORMER, MOST_PLANS, MOST_VOTES, Identity
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_FORMER, MOST_PLANS, Identity
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.statuses import MAX_WAIT_EXTENSIONS
 from spes_p2p.consensus.timing import Pace
@@ -61,6 +60,7 @@ from tests.simulation.sim_state import FakeSealer, initial_state, root_of, run_r
 from tests.simulation.small_world import SmallWorld
 
 LIAR = PeerId("p2")
+MOST_BEATS = 12
 
 
 def walk_until(wanted: Callable[[Consensus], object], seed: int = 0) -> Consensus:
@@ -72,7 +72,8 @@ def walk_until(wanted: Callable[[Consensus], object], seed: int = 0) -> Consensu
             if local.core is not None and wanted(local.core):
                 core: Consensus = world.snapshots.clone(local).core
                 return core
-        state = world.start(2) if world.is_known(state) else chance.choice(world.successors(state))[1]
+        is_stuck = state.beats >= MOST_BEATS  # too few are left, and nobody has the key
+        state = world.start(2) if is_stuck or world.is_known(state) else chance.choice(world.successors(state))[1]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def said() -> list[Envelope]:
     chance = random.Random(3)
     for _ in range(12):
         state = world.start(3)
-        while not world.is_over(state) and state.beats < 12:
+        while not world.is_over(state) and state.beats < MOST_BEATS:
             state = chance.choice(world.successors(state))[1]
     return [thing for thing in world.things if isinstance(thing, Envelope)]
 
@@ -134,16 +135,6 @@ def test_votes_of_thousands_of_ballots(core: Consensus) -> None:
     core.state.round.progress_at = -1.0
     assert size_of(core, flood) < 100_000
     assert core.state.round.vote.heard.prevotes[LIAR].value.ballot == 1999  # the newest, and no other
-
-
-def test_degraded_votes_for_thousands_of_contents(core: Consensus) -> None:
-    for number in range(1000):
-        vote = DegradedVote(core.state.rules.fingerprint, core.tip_hash, (LIAR,), -1, sha256(b"%d" % number))
-        core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(vote),))), 0.0)
-    assert len(core.state.round.degraded_votes) == MOST_VOTES
-    twice = DegradedVote(core.state.rules.fingerprint, core.tip_hash, (LIAR, LIAR), -1, NO_HASH)
-    core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(twice),))), 0.0)
-    assert all(len(set(heard)) == len(heard) for heard, _ in core.state.round.degraded_votes)
 
 
 def voted_for(core: Consensus) -> bool:
@@ -372,6 +363,12 @@ def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_
         {"unheard": (PeerId("somebody who has no vote"),)},
         {"unheard": (LIAR, LIAR)},
         {"unheard": tuple(PeerId(str(at)) for at in range(MAX_ELECTORS + 1)), "head": sha256(b"elsewhere")},
+        {"silent": tuple(PeerId(str(at)) for at in range(5000))},
+        {"silent": (PeerId("somebody who is no member"),)},
+        {"silent": (LIAR, LIAR)},
+        {"silent": tuple(PeerId(str(at)) for at in range(MAX_ELECTORS + 1)), "head": sha256(b"elsewhere")},
+        {"counted": -1},
+        {"roll": -1},
         {"intent": Intent(vouches=(LIAR,))},
         {"intent": Intent(claims=(1, 1))},
         {"intent": Intent(claims=(0,), releases=(0,))},
@@ -587,13 +584,7 @@ def test_what_is_of_another_parent_or_run_is_dropped(core: Consensus) -> None:
     name = sha256(b"manifest")
     for vote in (Precommit(core.state.rules.fingerprint, other, 0, name), Precommit(other, core.tip_hash, 0, name)):
         hears_votes(core, LIAR, Votes(precommit=seal(vote)))
-    for degraded in (
-        DegradedVote(core.state.rules.fingerprint, other, (LIAR,), -1, name),
-        DegradedVote(other, core.tip_hash, (LIAR,), -1, name),
-    ):
-        core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(degraded),))), 0.0)
     assert LIAR not in core.state.round.vote.heard.precommits
-    assert not core.state.round.degraded_votes
 
 
 def test_a_claim_beyond_the_lease_is_named(core: Consensus) -> None:

@@ -36,7 +36,7 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
     assert summary.runs == schedules
     never = [name for name in RULE_NAMES if not summary.fired[name]]
     assert not never, report(summary)
-    assert summary.totals["degraded"] > summary.runs // 100
+    assert summary.totals["renewals"] > summary.runs // 50
     assert set(summary.kinds) == {kind.name for kind in KINDS}
     assert min(summary.totals[name] for name in ("forks", "switches", "restarts", "handovers")) > 0
     assert summary.totals["extinct"] < summary.runs // 50
@@ -64,25 +64,22 @@ def test_where_electors_may_lie_nobody_is_banned_for_what_was_lost(
 
 
 PLANTED: list[tuple[type, str | None, set[str], int]] = [
-    (planted.ForgetsVotes, "hidden", {"votes", "lock", "conflict", "durability"}, 70),
+    (planted.ForgetsVotes, "hidden", {"votes", "lock", "conflict", "durability"}, 72),
     (planted.PrevotesBeforeStaging, None, {"staging"}, 0),
-    (planted.UsesBallotTwice, "votes", {"votes"}, 31),
+    (planted.UsesBallotTwice, "votes", {"votes"}, 21),
     (planted.LeaversDoNotCount, "members", {"certificate"}, 0),
     (planted.AddsUpBallots, "hidden", {"certificate"}, 81),
     (planted.ForgetsLocks, "hidden", {"lock", "conflict"}, 0),
-    (planted.DoesNotWait, None, {"wait"}, 1),
-    (planted.TakesWhatAMinorityMade, "long rounds", {"overruled"}, 3),
-    (planted.ForgetsLocksAlone, "alone", {"lock", "conflict"}, 8),
-    (planted.SleepsAsIfAwake, "alone", {"wait", "overruled"}, 2),
-    (planted.GivesUpWhoReturns, "alone", {"wait", "overruled"}, 0),
-    (planted.NamesWhoIsBehind, "members", {"newcomer"}, 46),
-    (planted.SignsForTheAbsent, "long cut", {"wait", "absent"}, 28),
-    (planted.TrustsItsDisk, "old disk", {"votes", "lock", "durability"}, 18),
+    (planted.NamesWhoIsBehind, "members", {"newcomer"}, 16),
+    (planted.TrustsItsDisk, "old disk", {"votes", "lock", "durability"}, 17),
     (planted.SpeaksBeforeWriting, None, {"durability"}, 0),
-    (planted.NeverBlamesTheLeader, None, {"stall"}, 3),
-    (planted.WaitsForEver, "many", {"stall"}, 14),
-    (planted.TakesServersForTrainers, "amnesia", {"serving"}, 76),
-    (planted.NeverGivesUpAState, "mixed", {"stall", "overruled"}, 611),
+    (planted.NeverBlamesTheLeader, None, {"stall"}, 8),
+    (planted.TakesServersForTrainers, "amnesia", {"serving"}, 67),
+    (planted.StaysWhereItIs, "node cut", {"stall", "apart"}, 1),
+    (planted.NeverRenews, "renewed", {"stall"}, 0),
+    (planted.StartsItsWaitAnew, "renewed", {"stall"}, 0),
+    (planted.NamesTheDead, "renewed", {"stall"}, 0),
+    (planted.RenewsTheState, "renewed", {"certificate", "refused"}, 0),
     (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}, 0),
     (planted.ForgetsWhatItFetches, "disk", {"catch-up"}, 11),
 ]

@@ -5,35 +5,29 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, CatchUp, Forget
-from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.content import Envelope, Statements
-from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_polka
+from spes_p2p.consensus.electorate import Electorate, Faults, make_polka
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import Contribution, manifest_hash
 from spes_p2p.consensus.membership import HALF, Member, leader_order
 from spes_p2p.consensus.messages import (
-    DEGRADED,
     QUORUM,
     Ballots,
     Certificate,
     Commit,
-    DegradedProposal,
-    DegradedVote,
     Intent,
     Plan,
     Polka,
     Precommit,
     Prevote,
     Proposal,
-    Seal,
     Status,
     Votes,
     Work,
@@ -48,7 +42,6 @@ from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_events import Action as VoteAction
 from spes_p2p.consensus.vote_events import Event as VoteEvent
 from spes_p2p.consensus.vote_events import Heard
-from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
 from tests.simulation.sim_state import FakeSealer, initial_state, root_of, run_rules
@@ -120,18 +113,13 @@ def test_a_word_of_a_ballot_that_turns_do_not_lead_to_moves_nobody() -> None:
         assert elector.core.state.round.vote.ballot == reached
 
 
-@pytest.mark.parametrize("how", ["degraded", "future"])
-def test_a_liar_does_not_hold_up_deadlines(how: str) -> None:
+def test_a_liar_does_not_hold_up_deadlines() -> None:
     elector = Elector(4, Faults.BYZANTINE)
     liar, core, moved = elector.order[3], elector.core, 0
     seal, head = FakeSealer(liar).seal, core.tip_hash
     for beat in range(200):
-        if how == "degraded":
-            asked = DegradedProposal(head, beat, liar, (liar,), -1, sha256(b"x"))
-            envelope = Envelope(liar, degraded_proposals=(seal(asked),))
-        else:
-            proposal = Proposal(elector.rules.fingerprint, head, 3 + 4 * beat, sha256(b"%d" % beat))
-            envelope = Envelope(liar, votes=(Votes(proposal=seal(proposal)),))
+        proposal = Proposal(elector.rules.fingerprint, head, 3 + 4 * beat, sha256(b"%d" % beat))
+        envelope = Envelope(liar, votes=(Votes(proposal=seal(proposal)),))
         elector.hears(envelope, float(beat))
         moved += core.state.round.progress_at == float(beat)
     assert moved < 5
@@ -188,9 +176,8 @@ def test_one_elector_that_lies_closes_no_round_that_it_does_not_lead() -> None:
     elector = Elector(4, Faults.BYZANTINE)
     core, first, liar = elector.core, elector.order[1], elector.order[3]
     proposal = Proposal(elector.rules.fingerprint, core.tip_hash, 3, sha256(b"x"))
-    asked = DegradedProposal(core.tip_hash, 0, liar, (liar,), -1, sha256(b"x"))
     seal, leadership = FakeSealer(liar).seal, Parts(core.state, PartClasses()).leadership
-    elector.hears(Envelope(liar, votes=(Votes(proposal=seal(proposal)),), degraded_proposals=(seal(asked),)), 0.5)
+    elector.hears(Envelope(liar, votes=(Votes(proposal=seal(proposal)),)), 0.5)
     assert not leadership.is_closing()
     elector.hears(Envelope(first, votes=(elector.prevote(first, 3, NO_HASH),)), 0.5)  # not the liar alone is there
     assert leadership.is_closing()
@@ -214,93 +201,6 @@ def test_of_strangers_that_came_and_went_nothing_is_kept() -> None:
     assert max(len(known) for known in kept) <= MAX_NEWCOMERS
 
 
-def test_a_stranger_that_claims_to_have_a_lost_state_keeps_nobody_waiting_for_it() -> None:
-    """Those who are left of a run go on without a state that nobody has, however many keys say otherwise."""
-    elector, name = Elector(3), sha256(b"a child whose state died with its voters")
-    core, proposals = elector.core, Parts(elector.core.state, PartClasses()).proposals
-
-    def says(peer: PeerId, sequence: int, now: float, **what: Any) -> list[Action]:
-        status = replace(core.status(), peer=peer, sequence=sequence, life=9, **what)
-        return elector.hears(Envelope(peer, (FakeSealer(peer).seal(status),), answers=core.state.own.life), now)
-
-    stranger, other = PeerId("stranger"), elector.order[1]
-    said = says(stranger, 1, 0.5, round=7, head=sha256(b"x"), ballots=Ballots(value=name))
-    asked = [action for action in said if isinstance(action, CatchUp)]
-    assert [action.holder for action in asked] == [stranger]
-    assert proposals.can_be_had(name, 0.5)
-    core.handle(on.CatchUpFailed(), 1.0)
-    says(stranger, 2, 1.5, round=8, head=sha256(b"y"), ballots=Ballots(value=name))
-    assert not proposals.can_be_had(name, 1.5)
-    says(other, 1, 2.0, ballots=Ballots(value=name))
-    assert proposals.can_be_had(name, 2.0)
-
-
-class LostChild:
-    """A peer that knows the certificate of a child, not its state; somebody says that it stands on that child."""
-
-    def __init__(self, is_elector: bool, fresh_keys: bool = False) -> None:
-        """`fresh_keys`: it takes another name with each word."""
-        self.fresh_keys = fresh_keys
-        self.elector = Elector(3)
-        self.core = self.elector.core
-        self.holder = self.elector.order[1] if is_elector else PeerId("stranger")
-        self.now, self.sequence, self.fails_at = 0.0, 0, float("inf")
-        self.proposals = Parts(self.core.state, PartClasses()).proposals
-        for _ in range(11):  # it asks first what became of the run
-            self.beat(self.core.tip.round, self.core.tip_hash)
-        said = tuple(
-            declared(FakeSealer(peer).seal(replace(self.core.status(), peer=peer))) for peer in self.elector.order
-        )
-        statements, tip = Statements((), (), said), self.core.tip
-        self.child = content_of(self.elector.rules, tip, EMPTY, statements, tip.state_root, None).manifest
-        self.name = manifest_hash(self.child)
-        self.commit = Commit(Certificate(self.core.tip_hash, QUORUM, 0, self.name, (), ()), self.child)
-        Parts(self.core.state, PartClasses()).voting.take_decision(self.commit, self.now)
-
-    def beat(self, round: int, head: Hash) -> None:
-        """A second passes; who is asked for the state cannot give it."""
-        self.now, self.sequence = self.now + 1.0, self.sequence + 1
-        if self.fresh_keys:
-            self.holder = PeerId(f"stranger {self.sequence}")
-        status = replace(self.core.status(), peer=self.holder, sequence=self.sequence, life=9, round=round, head=head)
-        said = FakeSealer(self.holder).seal(status)
-        done = self.elector.hears(Envelope(self.holder, (said,), answers=self.core.state.own.life), self.now)
-        done += self.core.handle(on.ClockTicked(), self.now)
-        if self.now >= self.fails_at:
-            self.fails_at = float("inf")
-            done += self.core.handle(on.CatchUpFailed(), self.now)
-        if any(isinstance(action, CatchUp) for action in done):
-            self.fails_at = self.now + 2 * self.core.state.pace.deadline_seconds(0)
-
-    def is_given_up(self, waits: float) -> bool:
-        """Whether the others go on without it, within so many times as long as they wait for a lost state."""
-        until = self.now + waits * self.core.state.pace.lost_state_wait_seconds()
-        while self.now < until and self.core.state.round.decided is not None:
-            self.beat(self.child.round, self.name)
-        return self.core.state.round.decided is None
-
-
-def test_a_stranger_that_is_asked_again_and_again_keeps_nobody_waiting_either() -> None:
-    assert LostChild(is_elector=False).is_given_up(1.2)
-
-
-def test_fresh_keys_that_say_they_have_a_lost_state_keep_nobody_waiting_for_ever() -> None:
-    """Nor do they bring the wait back, once it is over."""
-    lost = LostChild(is_elector=False, fresh_keys=True)
-    assert lost.is_given_up(2.2)
-    lost.beat(lost.child.round, lost.name)
-    assert lost.core.state.degraded_set
-    assert lost.proposals.is_out_of_reach(lost.name, lost.now)
-
-
-def test_an_elector_that_could_not_give_its_state_for_a_while_is_waited_for() -> None:
-    """It has it: another child beside it would split the run."""
-    lost = LostChild(is_elector=True)
-    assert not lost.is_given_up(3)
-    assert lost.core.state.others.asked_in_vain[lost.holder]
-    assert lost.proposals.can_be_had(lost.name, lost.now)
-
-
 class Leaver:
     """A run of four electors that trains for a hundred seconds in a round, and a fifth member that says it leaves."""
 
@@ -320,7 +220,7 @@ class Leaver:
         tip = self.core.tip
         members = tuple(sorted(self.members))
         child = replace(tip, parent=manifest_hash(tip), round=tip.round + 1, members=members, roster=self.roster)
-        commit = Commit(Certificate(child.parent, QUORUM, 0, manifest_hash(child), (), ()), child)
+        commit = Commit(Certificate(child.parent, QUORUM, 0, manifest_hash(child), ()), child)
         self.core.handle(on.CommitApplied(commit), self.now)
 
     def leaves(self) -> None:
@@ -442,18 +342,6 @@ def test_what_is_known_of_the_vote_before_is_compared_once(monkeypatch: pytest.M
     leaver.core.handle(on.MessageReceived(envelope), leaver.now)
     assert taken == [one, other]
     assert leaver.peer in leaver.core.state.others.equivocations
-
-
-def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> None:
-    elector = Elector(4, Faults.BYZANTINE)
-    liar, head = elector.order[3], elector.core.tip_hash
-    child = replace(elector.tip, parent=head, round=1)
-    name = manifest_hash(child)
-    signed = FakeSealer(liar).seal(DegradedVote(elector.rules.fingerprint, head, (liar,), 99, name))
-    certificate = Certificate(head, DEGRADED, 99, name, (liar,), (Seal(liar, signed.public_key, signed.signature),))
-    with pytest.raises(RemoteProtocolError, match="only 1 valid seals from 4 electors"):
-        check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.BYZANTINE))
-    check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.CRASH))
 
 
 def test_who_has_just_started_follows_others_that_do_not_answer_it() -> None:

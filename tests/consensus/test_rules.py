@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.child_checks import check_child, check_newcomers, check_plan, check_slices
+from spes_p2p.consensus.child_checks import (
+    check_child,
+    check_commit,
+    check_newcomers,
+    check_plan,
+    check_renewal,
+    check_slices,
+)
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
-from spes_p2p.consensus.electorate import SealRule
+from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -22,13 +29,15 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import LEAST_NEW, MAX_MEMBERS, Member, with_votes
+from spes_p2p.consensus.membership import LEAST_NEW, Member, Roll, electors, with_votes
 from spes_p2p.consensus.messages import (
-    DEGRADED,
     QUORUM,
+    RENEWAL,
     Commit,
     Plan,
 )
+from spes_p2p.consensus.place import dislodges, goes_before
+from spes_p2p.consensus.renewing import signed_renewal
 from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,
@@ -45,7 +54,6 @@ from spes_p2p.consensus.turns import Vocabulary, due_columns
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NOBODY, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest, columns_of
-from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 
 RUN = MadeRun()
@@ -233,43 +241,11 @@ def test_certificates_need_good_seals_of_enough_electors() -> None:
         replace(good.certificate, seals=(replace(seal, signature=b"forged"),)),
         replace(good.certificate, ballot=1),
         replace(good.certificate, manifest=sha256(b"another")),
-        replace(good.certificate, kind=DEGRADED, heard=(A,)),
+        replace(good.certificate, kind=RENEWAL),
         RUN.certified(good.manifest, signer=B).certificate,
     ):
         with pytest.raises(RemoteProtocolError):
             check_certificate(parent, good.manifest, bad, check, RUN.rules.seals)
-
-
-def renewal(signer: PeerId = ORGANISER, **wrong: object) -> tuple[Manifest, Commit]:
-    """Genesis, and a child by which the organiser names peer b in the place of peer a."""
-    parent = RUN.genesis(sha256(b"state 0")).manifest
-    child = renewed_manifest(
-        RUN.rules, parent, EMPTY, parent.state_root, [Member(B, 7, False, 0)], {B: OwnershipRequest(2)}
-    )
-    child = replace(child, **wrong)  # type: ignore[arg-type]
-    return parent, sign_renewal(child, signer, RUN.sealer(signer))
-
-
-def test_the_organiser_names_new_members_and_counts_no_work() -> None:
-    parent, commit = renewal()
-    check_child(RUN.rules, parent, EMPTY, commit.manifest)
-    check_certificate(parent, commit.manifest, commit.certificate, RUN.keys.verify, SealRule(ORGANISER))
-    assert commit.manifest.members == (Member(B, 7, True, 0),)  # nobody else is left to vote
-    assert commit.manifest.state_root == parent.state_root
-    assert (commit.manifest.step, commit.manifest.tokens) == (parent.step, parent.tokens)
-    assert {owner for owners in commit.manifest.ownership for owner in owners} == {B}
-    assert [peer for peer, _ in commit.manifest.leases.held] == [B]
-
-
-def test_members_are_only_so_many_whoever_names_them() -> None:
-    many = [Member(PeerId(f"peer {at:04}"), 1, True, 0) for at in range(MAX_MEMBERS + 1)]
-    wishes = {member.peer: OwnershipRequest(1) for member in many}
-    made = renewed_manifest(RUN.rules, PARENT, EMPTY, PARENT.state_root, many, wishes)
-    assert len(made.members) == MAX_MEMBERS
-    check_child(RUN.rules, PARENT, EMPTY, made)
-    outcome = Outcome((), (), made.wire_root, made.state_root, None)
-    with pytest.raises(RemoteProtocolError, match="1025 members, but at most 1024"):
-        check_child(RUN.rules, PARENT, EMPTY, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
 
 
 def rounds_of(roster: Sequence[PeerId], parent: Manifest, count: int, rules: RunRules = RUN.rules) -> list[Manifest]:
@@ -324,24 +300,6 @@ def test_electors_vote_for_so_many_new_peers_in_a_round() -> None:
     check_newcomers(RUN.rules, PARENT, replace(CHILD, members=tuple(replace(one, incarnation=9) for one in MEMBERS)))
 
 
-def test_only_the_organiser_renews() -> None:
-    parent, commit = renewal()
-    check = RUN.keys.verify
-    for organiser in (A, B, NOBODY):
-        with pytest.raises(RemoteProtocolError, match="organiser"):
-            check_certificate(parent, commit.manifest, commit.certificate, check, SealRule(organiser))
-    parent, forged = renewal(signer=A)
-    with pytest.raises(RemoteProtocolError, match="0 valid seals"):
-        check_certificate(parent, forged.manifest, forged.certificate, check, SealRule(ORGANISER))
-    parent, work = renewal(roster=(Contribution(A, 5, 1, 1),))
-    with pytest.raises(RemoteProtocolError, match="may not count work"):
-        check_certificate(parent, work.manifest, work.certificate, check, SealRule(ORGANISER))
-    parent, majority = renewal()
-    kind = replace(majority.certificate, kind=QUORUM)
-    with pytest.raises(RemoteProtocolError):
-        check_certificate(parent, majority.manifest, kind, check, SealRule(ORGANISER))
-
-
 def test_with_turns_nobody_takes_over_what_was_not_handed_out() -> None:
     """Its owner may be rounds ahead, unless it is gone itself."""
     rules = replace(RUN.rules, expert_rounds=4)
@@ -374,3 +332,82 @@ def test_what_an_owner_had_trained_since_the_last_hand_out_is_counted_when_it_lo
     assert tokens_gone(line, nobody, (0,)) == {0: 210}  # b was no owner yet in round 2
     assert lost_columns(line[-1], manifest(4, (B,), {A: 1000}, 4)) == ()
     assert lost_columns(line[-1], manifest(4, (A, B), {}, 1)) == ()
+
+
+def renewal(*newcomers: Member, chosen: Sequence[PeerId] = (A,), **wrong: object) -> tuple[Manifest, Commit]:
+    """A parent, and a child by which the organiser names who votes."""
+    made = renewed_manifest(RUN.rules, CHILD, chosen, newcomers)
+    child = replace(made, **wrong)  # type: ignore[arg-type]
+    return CHILD, signed_renewal(child, ORGANISER, RUN.sealer(ORGANISER))
+
+
+SAME = (
+    "step", "tokens", "counted", "state_root", "ledger", "ownership", "column_rounds", "leases", "steps_per_round",
+    "decay", "banned", "vouched",
+)  # fmt: skip
+
+
+def test_a_renewal_changes_who_votes_and_nothing_else() -> None:
+    parent, commit = renewal()
+    check_commit(RUN.rules, parent, EMPTY, commit, RUN.keys.verify)
+    child = commit.manifest
+    assert [(member.peer, member.elector) for member in child.members] == [(A, True), (B, False)]
+    assert all(getattr(child, name) == getattr(parent, name) for name in SAME)
+    assert (child.roster, child.slices, child.round) == ((), (), parent.round + 1)
+
+
+def test_trusted_newcomers_may_be_named_where_nobody_else_has_the_state() -> None:
+    new = Member(PeerId("z"), 3, True, 0)
+    parent, commit = renewal(new, chosen=[PeerId("z")])
+    check_commit(RUN.rules, parent, EMPTY, commit, RUN.keys.verify)
+    assert [member.peer for member in electors(commit.manifest.members)] == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", 9), ("counted", 9), ("state_root", sha256(b"x")), ("ownership", ((A,),) * 4), ("step", 9),
+        ("roster", (Contribution(A, 5, 1, 1),)), ("round", 9), ("wire_root", sha256(b"x")), ("members", MEMBERS[:1]),
+    ],
+)  # fmt: skip
+def test_a_renewal_that_changes_more_is_refused(name: str, value: object) -> None:
+    parent, commit = renewal(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(RemoteProtocolError, match=r"is not what it was|electors"):
+        check_commit(RUN.rules, parent, EMPTY, commit, RUN.keys.verify)
+
+
+def test_a_renewal_names_somebody_who_may_vote() -> None:
+    for chosen in ([], [A]):
+        roll = Roll(RUN.rules.fingerprint, 1, (), (A,))
+        made = renewed_manifest(RUN.rules, CHILD, chosen, roll=roll)
+        with pytest.raises(RemoteProtocolError, match="may not vote"):
+            check_renewal(RUN.rules, CHILD, made)
+    lying = replace(RUN.rules, faults=Faults.BYZANTINE)
+    with pytest.raises(RemoteProtocolError, match="names 1 electors"):
+        check_renewal(lying, CHILD, renewed_manifest(lying, CHILD, [A]))
+    check_renewal(lying, CHILD, renewed_manifest(lying, CHILD, [A, B]))
+
+
+def test_only_the_organiser_renews() -> None:
+    parent, commit = renewal()
+    check = RUN.keys.verify
+    for organiser in (A, B, NOBODY):
+        with pytest.raises(RemoteProtocolError, match="0 valid seals"):
+            check_certificate(parent, commit.manifest, commit.certificate, check, SealRule(organiser))
+    forged = signed_renewal(commit.manifest, A, RUN.sealer(A))
+    with pytest.raises(RemoteProtocolError, match="0 valid seals"):
+        check_certificate(parent, forged.manifest, forged.certificate, check, SealRule(ORGANISER))
+    with pytest.raises(RemoteProtocolError):
+        check_certificate(parent, commit.manifest, replace(commit.certificate, kind=QUORUM), check, SealRule(ORGANISER))
+
+
+def test_a_sibling_that_needs_a_banned_signature_does_not_count() -> None:
+    parent = CHILD
+    heavy = RUN.certified(replace(parent, round=parent.round + 1, parent=manifest_hash(parent), counted=10**9))
+    for banned, gone in (((A,), True), ((), False)):
+        roll = Roll(RUN.rules.fingerprint, 1, (), banned)
+        light = signed_renewal(renewed_manifest(RUN.rules, parent, [B], roll=roll), ORGANISER, RUN.sealer(ORGANISER))
+        alone = replace(parent, members=tuple(replace(one, elector=one.peer == A) for one in parent.members))
+        assert dislodges(light, heavy, alone, Faults.CRASH) == gone
+        assert goes_before((light,), (heavy,), alone, Faults.CRASH) == gone
+        assert goes_before((heavy,), (light,), alone, Faults.CRASH) != gone

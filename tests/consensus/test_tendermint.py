@@ -401,18 +401,6 @@ def test_who_has_gone_on_counts_in_earlier_steps(elector_class: type[Tendermint]
     assert (StartDeadline(0, Step.PREVOTE) in scene.asked) is moves
 
 
-def test_what_was_prevoted_last_is_kept_to_where_no_polka_is_known() -> None:
-    scene = Scene(B)
-    assert scene.elector.vote.best_known == (-1, -1, NIL)
-    scene.proposed(0, V)
-    scene.judges(V)
-    assert scene.elector.vote.best_known == (-1, 0, V)
-    scene.hears(Votes(polka=polka(0, W, A, C, D)))
-    assert scene.elector.vote.best_known == (-1, 0, V)  # W is nowhere here
-    scene.judges(W)
-    assert scene.elector.vote.best_known == (0, -1, W)
-
-
 def test_words_of_another_run_parent_or_of_strangers_are_not_taken() -> None:
     scene = Scene(B)
     good = prevote_of(A, 0, V)

@@ -49,14 +49,6 @@ def test_a_stuck_reducer_does_not_cost_the_leader_its_ballot() -> None:
     assert pace.slice_seconds(0) < pace.deadline_seconds(0)
 
 
-def test_a_refusing_host_shortens_the_wait_for_a_majority() -> None:
-    pace = Pace(1.0)
-    assert pace.degraded_wait_seconds() == 10 * pace.deadline_seconds(0)
-    for _ in range(5):
-        pace.observe_round(1000.0)
-    assert pace.degraded_wait_seconds() == 1000.0
-
-
 def test_the_learnt_round_is_the_median_of_the_last() -> None:
     pace = Pace(1.0)
     for seconds in (10.0, 11.0, 500.0, 12.0, 11.0):

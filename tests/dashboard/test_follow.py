@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 
 from spes_p2p.consensus.manifest import Decay, manifest_hash
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-)
+from spes_p2p.consensus.messages import RENEWAL
 from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, Follower, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source
@@ -18,7 +16,6 @@ from spes_p2p.dashboard.web import page_state
 from spes_p2p.errors import ClockSkewed, ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import LEAVING, LEFT, PeerWarning, Vitals
-from spes_p2p.sync.histories import Fork, Side
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
 from tests.dashboard.test_history import filled
 from tests.simulation.virtual_time import run_virtual
@@ -36,10 +33,10 @@ def test_who_comes_and_goes_is_an_event() -> None:
     manifest = look.commits[-1].manifest
     ownership = ((), *manifest.ownership[1:])
     left = replace(manifest, members=manifest.members[1:], ownership=ownership)
-    certificate = replace(look.commits[-1].certificate, kind=DEGRADED, heard=PEERS[:1])
+    certificate = replace(look.commits[-1].certificate, kind=RENEWAL)
     follower.apply(Look(look.report, (replace(look.commits[-1], manifest=left, certificate=certificate),)), NOW)
     assert messages(history) == [
-        "round 1 was committed without a quorum (degraded)",
+        "round 1 is a renewal, by the organiser's key",
         "Nanna1 is no longer a member from round 1 on",
         "expert columns without an owner: 0",
     ]
@@ -52,8 +49,8 @@ def test_of_two_dashboards_with_one_file_the_slower_adds_nothing() -> None:
     looks[1] = replace(looks[1], commits=looks[1].commits[-1:])
     last = looks[1].commits[0]
     left = replace(last.manifest, members=last.manifest.members[1:])
-    degraded = replace(last.certificate, kind=DEGRADED, heard=PEERS[:1])
-    looks.append(Look(looks[1].report, (replace(last, manifest=replace(left, round=2), certificate=degraded),)))
+    renewed = replace(last.certificate, kind=RENEWAL)
+    looks.append(Look(looks[1].report, (replace(last, manifest=replace(left, round=2), certificate=renewed),)))
     for look in looks:
         both[0].apply(look, NOW)
     told, kept = messages(history), history.rows("SELECT * FROM peer_rounds")
@@ -83,20 +80,7 @@ def test_another_history_takes_the_place_of_ours() -> None:
     follower.apply(Look(look.report, (replace(look.commits[5], manifest=other),)), NOW)
     assert page_state(history, NOW)["rounds"]["round"] == [0, 1, 2, 3, 4, 5]
     assert follower.name_of(5) == manifest_hash(other)
-    assert messages(history)[-1] == "another history won: rounds from 5 on were replaced"
-
-
-def test_two_histories_are_shown_until_there_is_one_again() -> None:
-    history, source = History(), MadeSource()
-    follower, look = Follower(history), source.look_at(5, NOW, NOTHING)
-    sides = (Side(digit * 64, "quorum", 5, 2, 10, 1, 1, PEERS[:1], NOW) for digit in "ab")
-    fork = Fork("00" * 32, 3, {side.child: side for side in sides})
-    for _ in range(2):
-        follower.apply(replace(look, report=replace(look.report, forks=(fork,))), NOW)
-    assert page_state(history, NOW)["head"]["forks"] == [fork.texts(NOW)]
-    follower.apply(look, NOW)
-    assert page_state(history, NOW)["head"]["forks"] == []
-    assert messages(history)[-2:] == [fork.texts(NOW)[0], "the run has only one history again"]
+    assert messages(history)[-1] == "the run goes on with a history that counts more: rounds from 5 on were replaced"
 
 
 def test_the_falling_learning_rate_and_the_end_are_events() -> None:
@@ -246,3 +230,16 @@ def test_warnings_of_peers_are_events_once_and_nobody_can_fill_the_list() -> Non
     assert [event["message"] for event in events if event["kind"] == "warning"] == ["Nanna1: a disk is full"]
     assert events[-1]["at"] == NOW - 60
     assert events[0]["at"] == NOW + MOST_WARNINGS - 1
+
+
+def test_a_run_that_waits_is_shown_until_it_goes_on() -> None:
+    history, source = History(), MadeSource()
+    follower, look = Follower(history), source.look_at(5, NOW, NOTHING)
+    waiting = replace(look.report, electors=3, needed=2, missing=tuple(PEERS[:2]))
+    for _ in range(2):
+        follower.apply(replace(look, report=waiting), NOW)
+    text = page_state(history, NOW)["head"]["waiting"]
+    assert "needs 2 of 3 electors" in text
+    follower.apply(look, NOW)
+    assert page_state(history, NOW)["head"]["waiting"] == ""
+    assert messages(history)[-2:] == [text, "enough electors are heard again"]

@@ -47,12 +47,12 @@ def test_display_shows_numbers_and_newest_messages() -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(render({"anna": view}))
     view.apply(0.0, step(3))
-    view.apply(1.0, dataclasses.replace(ROUND, commit="degraded", deadline_seconds=6.5))
+    view.apply(1.0, dataclasses.replace(ROUND, commit="renewal", deadline_seconds=6.5))
     for number in range(9):
         view.apply(2.0, Peer("lost", f"peer-{number}", 2))
     console.print(render({"anna": view}))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 (degraded)" in text
+    assert "2 (renewal)" in text
     assert "6.5 s" in text
     assert "2.0000" in text
     assert "peer peer-8 lost" in text

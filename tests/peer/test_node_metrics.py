@@ -40,7 +40,7 @@ def test_a_node_tells_what_it_knows_of_its_run(tmp_path: Path) -> None:
         state = look(swarm)
         assert state.round is not None
         assert state.round >= 2
-        assert (state.members, state.peers_seen, state.data_pieces, state.degraded) == (3, 2, 5, False)
+        assert (state.members, state.peers_seen, state.data_pieces, state.renewal) == (3, 2, 5, False)
         assert state.columns_without_owner == 0
         assert state.bytes_sent > 0
         assert state.bytes_received > waiting.bytes_received

@@ -28,7 +28,6 @@ from spes_p2p.peer.organising import (
     change_roll,
     check_can_fall,
     first_to_end_with,
-    histories_of,
     history,
     history_on,
     kept_history,
@@ -223,7 +222,7 @@ def test_who_stops_while_certificates_come_leaves_no_folder_behind(
         monkeypatch.setattr(Chain, "append", slow)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
         (tmp_path / "tmp").mkdir()
-        looking = asyncio.create_task(histories_of(scene.network.peer("reader"), None, None))
+        looking = asyncio.create_task(history_on(scene.network.peer("reader"), None, None))
         while not writing.is_set():
             await asyncio.sleep(0.001)
         looking.cancel()

@@ -17,7 +17,6 @@ import torch
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
-    DEGRADED,
     Work,
 )
 from spes_p2p.consensus.rules import Outcome, child_manifest
@@ -901,87 +900,12 @@ def test_another_history_takes_the_place_of_what_was_trained_on_ours(story: Stor
     started: list[float] = []
     story.at_step[STEPS + 2] = lambda: started.append(float(np.mean(story.values() - story.store.version(0).block(0))))
     story.play()
-    assert story.said[-1].startswith(f"{8 * 16 + 64:,} of this peer's own tokens are lost with the old history")
+    assert story.said[-1].startswith(f"{8 * 16 + 64:,} tokens of yours do not count")
     manifest, _, uncounted, _, _ = story.saved[-1]
     assert (manifest, uncounted) == (story.commits[1].manifest, Uncounted())
     assert story.ready[-1].steps == STEPS
     assert story.ready[-1].sequences == story.ready[0].sequences
     assert started[0] == pytest.approx(2 * MERGED, abs=0.1)
-
-
-class GoneOver:
-    """A peer whose round 1 has no quorum goes over to another child of its parent `steps` steps later."""
-
-    def __init__(self, folder: Path, steps: int, counted: bool = False, *overrides: str) -> None:
-        self.story = story = Story(folder, *overrides)
-        self.brought: dict[int, Values] = {}
-        self.began: dict[int, Values] = {}
-        self.now: dict[int, Values] = {}
-        self.started: dict[int, Values] = {}
-        self.counted, self.steps = counted, steps
-        story.on_ready = self._ready
-        if steps:
-            story.at_step[STEPS + steps] = self._switch
-        self._adopt = story.trainer.adopt
-        story.trainer.adopt = self._note_start  # type: ignore[method-assign]
-
-    def _ready(self, work: Work) -> None:
-        if len(self.story.ready) == 1:
-            self.brought = {
-                block: np.array(self.story.inputs.snapshot.block(block)) for block in self.story.inputs.snapshot.blocks
-            }
-            self.story.counts(work)
-            self.story.commit(counted=True, kind=DEGRADED)
-            if not self.steps:
-                self._switch()
-        else:
-            self.story.gate.stop()
-
-    def _switch(self) -> None:
-        self.now = self._values()
-        self.began = {block: np.array(self.story.store.version(1).block(block)) for block in self.now}
-        self.story.switch(self.counted)
-
-    def _values(self) -> dict[int, Values]:
-        return {block: self.story.trainer.contribution(block) for block in self.brought}
-
-    def _note_start(self, *given: Any, **named: Any) -> None:
-        self._adopt(*given, **named)
-        self.started = {block: self.story.trainer.contribution(block) for block in self.brought}
-
-    def check(self, brought: bool) -> None:
-        """What training began from on the other history: its state, with what we `brought` to ours, and since."""
-        for block, started in self.started.items():
-            expected = self.story.store.version(1).block(block)
-            if brought:
-                expected = expected + self.brought[block] - self.story.store.version(0).block(block)
-            if self.steps:
-                since = self.now[block] - self.began[block]
-                assert np.abs(since).max() > 0
-                expected = expected + since
-            np.testing.assert_allclose(started, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_work_of_a_round_without_a_quorum_goes_over_to_the_history_that_won(tmp_path: Path, steps: int) -> None:
-    """Also where both are heard of in one moment."""
-    told = GoneOver(tmp_path, steps)
-    told.story.play()
-    told.check(brought=True)
-    work, kept = told.story.ready[-1], STEPS + steps
-    tokens = work.tokens // work.steps
-    assert (work.steps, work.sequences) == (2 * STEPS, told.story.ready[0].sequences * 2)
-    assert told.story.said == [f"{kept * tokens:,} of this peer's own tokens are kept for the next round to count"]
-    assert told.story.saved[-1][2] == Uncounted(kept * tokens, kept)
-
-
-def test_what_both_histories_counted_counts_once(tmp_path: Path) -> None:
-    """A peer that hands in and is cut off before it hears of the commit makes the round a second time, alone."""
-    told = GoneOver(tmp_path, 1, True)
-    told.story.play()
-    told.check(brought=False)
-    work = told.story.ready[-1]
-    assert (work.steps, work.sequences) == (STEPS, told.story.ready[0].sequences)
 
 
 def test_who_waits_is_told_for_what(story: Story) -> None:
@@ -1113,23 +1037,6 @@ def test_the_committed_model_is_evaluated_though_training_went_on(tmp_path: Path
     ahead = told.now[0][0] - told.brought[0][0]
     starts = [started[0] for started in told.started]
     assert any(np.array_equal(start, told.committed(1, 0) + ahead) for start in starts)
-
-
-def test_what_was_trained_ahead_goes_over_to_another_history_too(tmp_path: Path) -> None:
-    told = Overlapping(tmp_path, late=2)
-
-    def decide() -> None:
-        told.now.append(told._values())
-        told.story.commit(counted=True, kind=DEGRADED)
-        told.story.switch()
-
-    told._decide = decide  # type: ignore[method-assign]
-    told.story.at_step[STEPS + 3] = told.story.gate.stop
-    told.story.play()
-    own = told.now[0][0] - told.committed(0, 0)
-    np.testing.assert_allclose(told.started[1][0], told.committed(1, 0) + own, atol=1e-6)
-    kept = f"{(STEPS + 2) * 64:,} of this peer's own tokens are kept for the next round to count"
-    assert told.story.said == [kept]
 
 
 def test_who_leaves_hands_in_what_it_trained_ahead(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import RENEWAL
 from spes_p2p.consensus.table import RULE_NAMES
 from tests.simulation.judge import Violation
 from tests.simulation.schedules import end_faults, plan_run
@@ -57,7 +58,7 @@ class Summary:
     @classmethod
     def of(cls, kind: str, result: Result) -> Summary:
         """Of one run."""
-        names = "rounds", "commits", "degraded", "forks", "switches", "restarts", "handovers", "messages", "extinct"
+        names = "rounds", "commits", "renewals", "forks", "switches", "restarts", "handovers", "messages", "extinct"
         totals = Counter({name: int(getattr(result, name)) for name in names})
         return cls(1, Counter([kind]), Counter(result.fired), totals, result.longest_stall, result.tightest_bound)
 
@@ -116,7 +117,7 @@ def _conclude(world: World) -> Result:
     result.forks = len(world.judge.forks)
     for known in world.judge.known.values():
         result.commits += bool(known.certificates)
-        result.degraded += any(c.kind == "degraded" for c in known.certificates)
+        result.renewals += any(c.kind == RENEWAL for c in known.certificates)
         before = world.judge.known.get(known.manifest.parent)
         result.handovers += before is not None and before.manifest.ownership != known.manifest.ownership
     return result

@@ -6,25 +6,22 @@ truth that no peer has: who was up when, who heard whom. See docs/protocol.md, "
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.child_checks import check_child
+from spes_p2p.consensus.child_checks import check_commit
 from spes_p2p.consensus.columns import lost_columns
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, Precommit, Prevote, Proposal, Signed
+from spes_p2p.consensus.messages import QUORUM, RENEWAL, Certificate, Commit, Precommit, Prevote, Proposal, Signed
+from spes_p2p.consensus.place import Line, goes_before, place_of
 from spes_p2p.consensus.rules import RunRules, idle_members, neglected_columns
-from spes_p2p.consensus.timing import NEVER, Moment, Seconds
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
+from spes_p2p.ids import Hash, PeerId, sha256, short
 from tests.simulation.sim_state import Disk, State, Trained, check_fake, next_state, root_of, split, trained_positions
 
 AnyWord = Signed[Prevote] | Signed[Precommit] | Signed[Proposal]
@@ -38,20 +35,6 @@ class Violation(AssertionError):
         self.kind = kind
 
 
-@dataclass(frozen=True)
-class Guard:
-    """What a peer truly heard of the electors of its tip, worked out beside the protocol.
-
-    `seconds` since a quorum of them lived, 0 where it does now; `wait_seconds` is W; `just_asked` of one that has just
-    started or woken up, and may take at once; `live` are those that live on our tip, or before it.
-    """
-
-    seconds: float
-    wait_seconds: float
-    just_asked: bool
-    live: frozenset[PeerId]
-
-
 @dataclass
 class VoteHistory:
     """All that one elector made durable for the child of one manifest: its words in each ballot, and its lock."""
@@ -60,7 +43,6 @@ class VoteHistory:
     precommits: dict[int, Hash] = field(default_factory=dict)
     proposals: dict[int, Hash] = field(default_factory=dict)
     locked: tuple[int, Hash] = (-1, NIL)
-    degraded: set[tuple[tuple[PeerId, ...], Hash]] = field(default_factory=set)
 
     def has_said(self, signed: AnyWord) -> bool:
         """Whether this very word was written down."""
@@ -110,8 +92,10 @@ class Judge:
         self.known: dict[Hash, Known] = {manifest_hash(genesis): Known(genesis, state, ())}
         self.children: dict[Hash, list[Hash]] = {}
         self.forks: list[tuple[Hash, Hash]] = []
-        self.chosen: set[Hash] = set()
-        """Children that the organiser has chosen."""
+        self.lost_tokens = 0
+        """Counted on lines that somebody has left, the most of them."""
+        self.copies: set[PeerId] = set()
+        """Whose disk was an old copy: it may sign twice."""
         self.liars: set[PeerId] = set()
         """Who may say what others refuse."""
         self.reduced: dict[Hash, tuple[Trained, ...]] = {}
@@ -122,8 +106,10 @@ class Judge:
 
     # ---------------------------------------------------------------- votes
 
-    def saw_record(self, peer: PeerId, record: VoteRecord, disk: Disk, guard: Callable[[], Guard]) -> None:
-        """A voting record became durable; `guard` is what its voter truly heard."""
+    def saw_record(self, peer: PeerId, record: VoteRecord, disk: Disk) -> None:
+        """A voting record became durable."""
+        if peer in self.liars:
+            return
         history = self._histories.setdefault((peer, disk.incarnation, record.parent), VoteHistory())
         who = f"{peer} for the child of {short(record.parent)}"
         if ballot_of(record.prevote) not in history.prevotes:
@@ -136,19 +122,6 @@ class Judge:
         precommit = record.precommit
         if precommit is not None and precommit.value.value != NIL and record.locked_ballot < precommit.value.ballot:
             raise Violation("lock", f"{who} precommits in ballot {precommit.value.ballot} and is not locked there")
-        if record.degraded is not None:
-            vote = (record.degraded.value.heard, record.degraded.value.value)
-            if vote not in history.degraded:
-                history.degraded.add(vote)
-                heard = guard()
-                if heard.seconds < heard.wait_seconds:
-                    raise Violation("wait", f"{who} gave up a quorum that it heard {heard.seconds:.1f} s ago")
-                if not set(vote[0]) <= heard.live | {peer}:
-                    absent = sorted(set(vote[0]) - heard.live - {peer})
-                    raise Violation("absent", f"{who} signs with {absent}, whom it does not hear")
-                ballot, value = history.locked
-                if ballot > record.degraded.value.ballot and value != vote[1]:
-                    raise Violation("lock", f"{who} forgot in a degraded vote what it locked in ballot {ballot}")
 
     @staticmethod
     def _check_staged(who: str, record: VoteRecord, disk: Disk) -> None:
@@ -187,7 +160,6 @@ class Judge:
     def saw_contents(self, peer: PeerId, envelope: Envelope, disk: Disk) -> None:
         """Who proposes what nobody has proposed before has made it."""
         proposed = {v.proposal.value.value for v in envelope.votes if v.proposal and v.proposal.author == peer}
-        proposed |= {signed.value.value for signed in envelope.degraded_proposals if signed.author == peer}
         for content in envelope.contents:
             manifest, name = content.manifest, manifest_hash(content.manifest)
             pairs = zip(manifest.slices, content.wire_hashes, strict=True)
@@ -200,7 +172,7 @@ class Judge:
     # ---------------------------------------------------------------- commits
 
     def saw_commit(self, commit: Commit) -> None:
-        """Somebody has this commit: it must be the only one of its kind, and follow from its parent."""
+        """Somebody has this commit: it must follow from its parent, and be the only one by a quorum."""
         certificate = commit.certificate
         if id(certificate) in self._seen:
             return
@@ -210,8 +182,7 @@ class Judge:
         if parent is None:
             raise Violation("orphan", f"round {commit.manifest.round} was committed on an unknown parent")
         try:
-            check_child(self.rules, parent.manifest, parent.ledger, commit.manifest)
-            check_certificate(parent.manifest, commit.manifest, certificate, check_fake, self.rules.seals)
+            check_commit(self.rules, parent.manifest, parent.ledger, commit, check_fake)
         except RemoteProtocolError as error:
             raise Violation("certificate", str(error)) from error
         self._check_turns(parent.manifest, commit.manifest)
@@ -232,36 +203,38 @@ class Judge:
             if members & set(parent.ownership[column]) - set(child.ownership[column]):
                 raise Violation("turns", f"round {child.round} takes column {column} from one who did not hand it out")
 
-    def saw_taken(self, peer: PeerId, child: Commit, guard: Guard) -> None:
-        """A peer goes on from its tip to this child: no minority overrules a quorum that lives, as far as it hears."""
-        waited = guard.seconds >= guard.wait_seconds or (guard.just_asked and guard.seconds > 0)
-        if child.certificate.kind == DEGRADED and not waited:
-            what = _describe(child.certificate)
-            raise Violation("overruled", f"{peer} takes a {what}, and heard a live quorum {guard.seconds:.1f} s ago")
+    def saw_switch(self, peer: PeerId, common: Manifest, left: Line, taken: Line) -> None:
+        """A peer goes over to another history: only upwards, and work is lost only where a renewal was signed."""
+        if not goes_before(taken, left, common, self.rules.faults):
+            raise Violation("lower", f"{peer} leaves {len(left)} rounds for a history that does not go before them")
+        kinds = {line[0].certificate.kind for line in (left, taken) if line}
+        if RENEWAL not in kinds and not self.copies and not self.liars:
+            raise Violation("fork", f"{peer} leaves what a quorum has committed, and nobody has signed a renewal")
+        self.lost_tokens = max(self.lost_tokens, left[-1].manifest.tokens - common.tokens if left else 0)
 
-    def saw_switch(self, peer: PeerId, left: Sequence[Commit], taken: Sequence[Commit]) -> None:
-        """A peer goes over to another history: never from a quorum's child, nor from long work."""
-        if taken[0].certificate.manifest in self.chosen:
-            return
-        if (left[0].certificate.kind, taken[0].certificate.kind) == (QUORUM, DEGRADED):
-            raise Violation("fork", f"{peer} leaves what a quorum has committed for a degraded history")
-        if len(left) > self.rules.final_rounds and left[-1].manifest.tokens > taken[-1].manifest.tokens:
-            raise Violation("final", f"{peer} leaves {len(left)} rounds for a history with less work")
+    def saw_place(self, peer: PeerId, manifest: Manifest, disk: Disk) -> None:
+        """A peer stands on `manifest`: its place only rises, as long as it has its disk."""
+        place = place_of(manifest)
+        if disk.places and disk.keeps_states and place < disk.places[-1] and manifest.roll is None:
+            raise Violation("place", f"{peer} stands on round {manifest.round}, and stood higher before")
+        disk.places = [place]
 
     def _check_siblings(self, certificate: Certificate, name: Hash, siblings: list[Hash]) -> None:
-        """Two contents on one parent: only where a degraded certificate was signed by peers that gave others up."""
+        """Two children of one parent by quorums: only where somebody lies, or its disk is an old copy."""
         for other in siblings:
             if other == name:
                 continue
             for theirs in self.known[other].certificates:
-                if not may_conflict(certificate, theirs):
+                both = {seal.peer for seal in certificate.seals} & {seal.peer for seal in theirs.seals}
+                is_twin = certificate.kind == theirs.kind == QUORUM
+                if is_twin and not both & (self.copies | self.liars):
                     raise Violation("conflict", f"{_describe(certificate)} and {_describe(theirs)} on one parent")
             if (other, name) not in self.forks and (name, other) not in self.forks:
                 self.forks.append((other, name))
 
     def _follow(self, parent: Known, child: Manifest) -> Known:
         """State, data and tokens of a child, worked out independently of the peers."""
-        hashes = self.wires.get(child.wire_root)
+        hashes = self.wires.get(child.wire_root) if child.slices else ()
         if hashes is None:
             raise Violation("state", f"round {child.round} has tiles that nobody built")
         wire = dict(zip((p.first_tile + at for p in child.slices for at in range(p.tiles)), hashes, strict=True))
@@ -315,19 +288,6 @@ class Judge:
         return root
 
 
-def may_conflict(one: Certificate, other: Certificate) -> bool:
-    """Whether certificates of different contents on one parent are what the design allows without a majority.
-
-    At least one is degraded and all its signers had given up some signer of the other (whose silence was checked when
-    they signed). Two majorities, or two certificates of one set of electors, never.
-    """
-    for degraded, against in ((one, other), (other, one)):
-        signers = {seal.peer for seal in against.seals}
-        if degraded.kind == DEGRADED and signers - set(degraded.heard):
-            return True
-    return False
-
-
 def _check_servers(parent: Manifest, child: Manifest) -> None:
     """Who only serves has no work counted, owns nothing and leases nothing; nobody changes over."""
     before = {member.peer for member in parent.members if not member.trains}
@@ -350,70 +310,3 @@ def voters(manifest: Manifest) -> dict[PeerId, int]:
 def _describe(certificate: Certificate) -> str:
     signers = ",".join(seal.peer for seal in certificate.seals)
     return f"{certificate.kind} commit of {short(certificate.manifest)} at ballot {certificate.ballot} by {signers}"
-
-
-@dataclass
-class Heard:
-    """What a peer last said of itself, and when; `newest` is its status's sequence."""
-
-    at: Moment
-    incarnation: int
-    newest: int
-    head: Hash
-    round: int
-    can_vote: bool
-
-
-@dataclass
-class Witness:
-    """What one simulated peer truly heard of the electors of its tip, worked out beside the protocol, for the judge.
-
-    Looks on while its process runs. `quorum_at`: when a quorum of `quorum_head`'s electors lived.
-    """
-
-    awake_since: Moment
-    quorum_head: Hash = NO_HASH
-    quorum_at: Moment = 0.0
-    wait_seconds: Seconds = 0.0
-    heard: dict[PeerId, Heard] = field(default_factory=dict)
-
-    def hear(self, core: Consensus, envelope: Envelope, now: float) -> None:
-        """A message has come. One that waited while the machine slept says nothing of who lives."""
-        at = NEVER if now == self.awake_since else now
-        for signed in envelope.statuses:
-            status, known = signed.value, self.heard.get(signed.value.peer)
-            if status.peer == core.me:
-                continue
-            if known is None or (status.incarnation, status.sequence) > (known.incarnation, known.newest):
-                self.heard[status.peer] = Heard(
-                    at, status.incarnation, status.sequence, status.head, status.round, status.intent.can_vote
-                )
-
-    def live(self, core: Consensus, is_ours: Callable[[Hash, int], bool], now: float) -> frozenset[PeerId]:
-        """The electors that live on our tip, or before it."""
-        chosen, suspect = voters(core.tip), core.state.pace.suspect_seconds
-        able = core.state.own.intent.can_vote and core.state.liveness.can_be_counted_on(core.state.pace, now)
-        live = {core.me} if chosen.get(core.me) == core.state.own.incarnation and able else set()
-        for peer, incarnation in chosen.items():
-            heard = self.heard.get(peer)
-            if heard is None or now - heard.at > suspect or heard.incarnation != incarnation or not heard.can_vote:
-                continue
-            if heard.head == core.tip_hash or (0 <= heard.round < core.tip.round and is_ours(heard.head, heard.round)):
-                live.add(peer)
-        return frozenset(live)
-
-    def look(self, core: Consensus, is_ours: Callable[[Hash, int], bool], now: float) -> None:
-        """Called after all that may have changed."""
-        if self.quorum_head != core.tip_hash or 2 * len(self.live(core, is_ours, now)) > len(voters(core.tip)):
-            self.quorum_at = now
-        self.quorum_head = core.tip_hash
-        self.wait_seconds = core.state.pace.degraded_wait_seconds()  # what an event teaches counts from the next on
-
-    def guard(self, core: Consensus, is_ours: Callable[[Hash, int], bool], now: float) -> Guard:
-        """What the judge is told when this peer makes or takes a degraded child."""
-        wait, pace = self.wait_seconds, core.state.pace
-        self.look(core, is_ours, now)
-        since = max(self.quorum_at, self.awake_since)
-        just_asked = now - self.awake_since <= 2.5 * pace.deadline_seconds(0)
-        live = self.live(core, is_ours, now)
-        return Guard(now - since, min(wait, self.wait_seconds) - 1e-6, just_asked, live)

@@ -21,17 +21,17 @@ from spes_p2p.consensus.electorate import NIL, Faults
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
-    DEGRADED,
     QUORUM,
+    RENEWAL,
     Ballots,
     Certificate,
     Commit,
-    DegradedVote,
     Plan,
     Polka,
     Precommit,
     Prevote,
     Proposal,
+    Renewal,
     Report,
     Seal,
     Signed,
@@ -189,7 +189,10 @@ class Lies:
             "leaves": replace(true, intent=replace(true.intent, leaving=True)),
             "cannot vote": replace(true, intent=replace(true.intent, can_vote=False)),
             "is behind NAT": replace(true, intent=replace(true.intent, link_class=1)),
-            "stands further": replace(true, head=UNKNOWN, round=true.round + 5),
+            "stands further": replace(true, head=UNKNOWN, round=true.round + 5, counted=true.counted + 5),
+            "counts more": replace(true, counted=true.counted + 10**6),
+            "knows a roll": replace(true, head=UNKNOWN, roll=7),
+            "hears no voter": replace(true, silent=tuple(core.state.electors)),
             "stands elsewhere": replace(true, head=UNKNOWN),
             "is behind": replace(true, head=UNKNOWN, round=-1),
             "hears nobody": replace(true, unheard=tuple(core.state.electors)),
@@ -199,9 +202,7 @@ class Lies:
         }
         for at in (ballot, ballot + 1):
             lies[f"closes in {at}"] = replace(true, ballots=replace(true.ballots, closing=at))
-            for value in (UNKNOWN, *values):
-                keeps = Ballots(at, at, at, at, value, -1)
-                lies[f"is bound to {value.hex()[:4]} in {at}"] = replace(true, ballots=keeps)
+            lies[f"has voted in {at}"] = replace(true, ballots=Ballots(at, at, at))
         for told, status in lies.items():
             if status != true:
                 yield told, Envelope(self._liar, statuses=(self._sealer.seal(status),))
@@ -214,17 +215,17 @@ class Lies:
             mine = self._sealer.seal(Precommit(run, parent, ballot, value))
             real = {vote.author: vote for vote in heard if (vote.value.ballot, vote.value.value) == (ballot, value)}
             some = [real[author] for author in sorted(real) if author != self._liar][:1]
-            vote = self._sealer.seal(DegradedVote(run, parent, (self._liar,), -1, value))
+            vote = self._sealer.seal(Renewal(run, parent, value))
             for told, certificate in (
-                ("too few", Certificate(parent, QUORUM, ballot, value, (), _seals((*some, mine)))),
-                ("itself thrice", Certificate(parent, QUORUM, ballot, value, (), _seals((mine,) * 3))),
-                ("it alone", Certificate(parent, DEGRADED, -1, value, (self._liar,), _seals((vote,)))),
+                ("too few", Certificate(parent, QUORUM, ballot, value, _seals((*some, mine)))),
+                ("itself thrice", Certificate(parent, QUORUM, ballot, value, _seals((mine,) * 3))),
+                ("it alone", Certificate(parent, RENEWAL, 0, value, _seals((vote,)))),
             ):
                 commit = Commit(certificate, content.manifest)
                 yield f"certificate by {told} of {value.hex()[:4]}", Envelope(self._liar, commit=commit)
 
 
-def _seals(votes: tuple[Signed[Precommit] | Signed[DegradedVote], ...]) -> tuple[Seal, ...]:
+def _seals(votes: tuple[Signed[Precommit] | Signed[Renewal], ...]) -> tuple[Seal, ...]:
     return tuple(Seal(vote.author, vote.public_key, vote.signature) for vote in votes)
 
 

@@ -72,8 +72,6 @@ class MemorySwarm:
         """Every peer that ever was, in the order of their starts; `peers` has the last life of each."""
         self.watch: Callable[[PretendPeer, Manifest], None] = lambda peer, manifest: None
         """Is told of each manifest that a peer comes to stand on, while its state is on that peer's disk."""
-        self.follow: dict[str, str] = {}
-        """By name: the history that a peer follows by its own word from its next start on (see `Driver`)."""
         self.mirrors: dict[PeerId, Organiser] = {}
         self._mirror_stores: list[StateStore] = []
         self._incarnations = itertools.count(1)

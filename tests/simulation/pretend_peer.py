@@ -132,8 +132,6 @@ class PretendPeer:
     handed_in: dict[int, HandedIn] = field(default_factory=dict)
     ahead: dict[int, dict[int, Values]] = field(default_factory=dict)
     """By round that it stood on: what it trained since its snapshot, until the round's commit came."""
-    went_over: dict[int, Values] = field(default_factory=dict)
-    """What it had trained on top of its newest commit when another history won."""
     column_judge: ColumnJudge | None = None
     work_judge: WorkJudge | None = None
     is_up: bool = True
@@ -158,7 +156,7 @@ class PretendPeer:
         rules = stages.TrainingRules.of(swarm.run.config, self.name, swarm.run.rules.leased)
         self.machine = TrainerMachine(rules, swarm.layout)
         self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now)
-        role = Role(self.intent, tuple(await sources()), follow=swarm.follow.get(self.name, ""))
+        role = Role(self.intent, tuple(await sources()))
         self.driver = build_driver(swarm.run, self.node, disk, role, self)
         await self.driver.start()
         self.joined = True
@@ -225,8 +223,6 @@ class PretendPeer:
     def _begin(self, load: stages.Load) -> None:
         """Trains on top of a manifest."""
         turn = load.turn
-        if isinstance(load.rebase, stages.GoOver):
-            self.went_over = {block: self._now(block) - start for block, start in self._present.started.items()}
         carried = None if load.rebase is None else self.values.rebased(turn.manifest, load.rebase, is_read_late=True)
         masters = self.values.begin(turn)
         source = carried or masters

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.machine import Consensus
 from tests.simulation.judge import voters
-from tests.simulation.sim import Weather, World
+from tests.simulation.sim import ORGANISER, SECOND, Weather, World
 from tests.simulation.sim_peer import SimPeer
 
 FAULT_SECONDS = 6.5
@@ -25,6 +26,9 @@ CRASH_POINTS: tuple[type[do.Action], ...] = (
 
 SERVERS = (0, 0, 0, 0, 0, 0, 1, 1, 1, 2)
 """How many of the first members train nothing, each as likely as another."""
+
+WITH_NODE = 0.8
+"""How likely the organiser has a machine for the run; it may be off."""
 
 Fault = Callable[[World, random.Random], None]
 
@@ -63,6 +67,9 @@ def plan_run(seed: int, core_class: type[Consensus] = Consensus, only: str | Non
     columns, replicas = chance.choice((2, 3, founders)), chance.choice((1, 1, 2))
     servers = random.Random(seed ^ 0x5E12).choice(SERVERS)  # apart: it changes no other draw
     world = World(seed, max(2, founders - servers), columns, replicas, weather, core_class, kind.slowness, servers)
+    nodes = random.Random(seed ^ 0x0DE)  # apart: it changes no other draw
+    if nodes.random() < WITH_NODE:
+        world.add_organiser(keeps_states=nodes.random() < 0.5, starts=nodes.random() < 0.8)
     for _ in range(chance.randint(kind.at_least, kind.at_most)):
         fault = chance.choice(kind.faults)
         world.at(chance.uniform(0.2, FAULT_SECONDS), fault, world, random.Random(chance.getrandbits(32)))
@@ -71,6 +78,7 @@ def plan_run(seed: int, core_class: type[Consensus] = Consensus, only: str | Non
 
 def end_faults(world: World, chance: random.Random) -> None:
     """Everything heals, some of those who are down come back, and somebody who can vote is there."""
+    world.mended_at = world.now
     world.network.heal()
     world.weather.broken_transfer = 0.0
     world.weather.loss = min(world.weather.loss, 0.05)
@@ -86,22 +94,26 @@ def end_faults(world: World, chance: random.Random) -> None:
 
 def _ensure_trainer(world: World, chance: random.Random) -> None:
     """Where only those are left who serve, no round is made: that is an end, too."""
-    able = [peer for peer in world.peers.values() if not peer.intent.serving and not peer.is_gone_for_good]
+    able = [peer for peer in world.peers.values() if peer.trains and not peer.is_gone_for_good]
     if able and not any(peer.core is not None for peer in able):
         chance.choice(able).start()
     world.result.extinct |= not able
 
 
 def _ensure_elector(world: World, chance: random.Random) -> None:
-    """Without any elector of the newest manifest nothing can go on (the organiser's key is not simulated)."""
+    """Without a quorum of the newest manifest's electors the organiser's node must be there."""
     chosen = voters(world.newest())
     able = [p for p in world.peers.values() if chosen.get(p.name) == p.disk.incarnation and not p.is_gone_for_good]
-    if any(peer.core is not None for peer in able):
+    down = [peer for peer in able if peer.core is None]
+    if len(able) - len(down) >= Electorate(tuple(chosen), world.faults).quorum or world.can_be_renewed():
         return
-    if not able:
+    node = world.peers.get(ORGANISER)
+    if node is not None and node.core is None and (not down or chance.random() < 0.5):
+        down = [node]
+    if not down:
         world.result.extinct = True
         return
-    chance.choice(able).start()
+    chance.choice(down).start()
     _ensure_elector(world, chance)
 
 
@@ -196,15 +208,77 @@ def cut(world: World, chance: random.Random, longest: float = 8.0) -> None:
     world.after(chance.uniform(1.0, longest), world.network.heal)
 
 
+def quorum_gone(world: World, chance: random.Random) -> None:
+    """More than half of the electors die at once; some of them come back, before a renewal or long after it."""
+    chosen = [world.peers[name] for name in voters(world.newest())]
+    up = [peer for peer in chosen if peer.core is not None and not peer.is_gone_for_good]
+    for peer in chance.sample(up, k=min(len(up), len(chosen) // 2 + 1)):
+        _plan_restart(peer, chance, amnesia=0.1, death=0.4)
+        peer.crash()
+        if chance.random() < 0.4 and peer.restart_plan is None:
+            world.after(chance.uniform(15.0, 60.0), _come_back, peer)
+
+
+def node_cut_off(world: World, chance: random.Random) -> None:
+    """The organiser's node and some peers reach nobody else for a while: both parts may go on, and meet again."""
+    apart = {name for name in world.peers if name in (ORGANISER, SECOND) or chance.random() < 0.35}
+    world.network.partition(dict.fromkeys(apart, 1))
+    met = chance.uniform(25.0, 70.0)
+    world.after(met, world.network.heal)
+    for _ in range(chance.choice((0, 1, 1, 2))):
+        trouble = chance.choice((crash, quick_restart, isolate, cut, sleep, join, power_cut))
+        world.after(met + chance.uniform(-3.0, 12.0), trouble, world, chance)
+
+
+def node_restored(world: World, chance: random.Random) -> None:
+    """The organiser's node comes back with an old disk."""
+    node = world.peers.get(ORGANISER)
+    if node is None or node.backup is not None:
+        return
+    node.back_up()
+
+    def strike() -> None:
+        node.restart_plan = None
+        node.crash()
+        node.roll_back()
+        world.after(chance.choice((0.1, 3.0)), _come_back, node)
+
+    world.after(chance.uniform(5.0, 30.0), strike)
+
+
+def second_node(world: World, chance: random.Random) -> None:
+    """The organiser's key is started on another machine, too; at times where the first is not reached."""
+    if SECOND in world.peers:
+        return
+    world.changed("the key starts on another machine")
+    world.add_organiser(chance.random() < 0.5, SECOND)
+    if chance.random() < 0.5:
+        world.network.partition({name: chance.randrange(2) for name in world.peers})
+        world.after(chance.uniform(25.0, 60.0), world.network.heal)
+
+
+def slow_states(world: World, chance: random.Random) -> None:
+    """From now on states take longer to come here than a round."""
+    world.fetch_seconds = chance.choice((1.0, 4.0, 8.0))
+
+
+def node_flickers(world: World, chance: random.Random) -> None:
+    """The organiser's node, or a peer, is off and on again."""
+    peer = world.peers.get(ORGANISER) if chance.random() < 0.7 else _victim(world, chance)
+    if peer is not None:
+        peer.restart_plan = lambda: world.after(chance.uniform(1.0, 25.0), _come_back, peer)
+        peer.crash()
+
+
 def long_cut(world: World, chance: random.Random) -> None:
-    """Long enough that a part without majority goes on alone; sometimes its electors change sides meanwhile."""
+    """Long enough that the organiser renews; sometimes electors change sides meanwhile."""
     world.network.partition({name: chance.randrange(2) for name in world.peers})
     if chance.random() < 0.5:
         world.after(chance.uniform(60.0, 80.0), cut, world, chance)
 
 
 def split_and_meet(world: World, chance: random.Random) -> None:
-    """The parts go on alone for several rounds, then meet; while one history wins there is more trouble."""
+    """The parts that can go on do, for several rounds, then meet; while peers go over there is more trouble."""
     parts = chance.choice((2, 2, 2, 3))
     world.network.partition({name: chance.randrange(parts) for name in world.peers})
     met = chance.uniform(75.0, 105.0)
@@ -215,7 +289,7 @@ def split_and_meet(world: World, chance: random.Random) -> None:
 
 
 def lone_commit(world: World, chance: random.Random) -> None:
-    """One peer reaches nobody until it has gone on alone, is heard for a moment or longer, and is cut off or dies."""
+    """One peer reaches nobody for long, is heard for a moment or longer, and is cut off or dies."""
     peer = _victim(world, chance)
     if peer is None:
         return
@@ -231,7 +305,7 @@ def lone_commit(world: World, chance: random.Random) -> None:
 
 
 def lone_vote(world: World, chance: random.Random) -> None:
-    """As soon as somebody has accepted a proposal it reaches nobody, until it has gone on alone."""
+    """As soon as somebody has accepted a proposal it reaches nobody for long."""
     voter = _victim(world, chance)
     if voter is None:
         return
@@ -366,13 +440,13 @@ def shared_disk(world: World, chance: random.Random) -> None:
 
 
 def leave(world: World, chance: random.Random) -> None:
-    staying = [peer for peer in world.up() if not peer.intent.leaving]
+    staying = [peer for peer in world.members_up() if not peer.intent.leaving]
     if len(staying) > 1 or (staying and chance.random() < 0.1):
         chance.choice(staying).leave()
 
 
 def join(world: World, chance: random.Random) -> None:
-    if len(world.peers) < 8:
+    if len(world.peers) < 9:
         world.join(serving=world.has_servers and chance.random() < 0.25)
 
 
@@ -390,6 +464,36 @@ KINDS = (
     Kind("power", (power_cut, quick_restart), 1, 2),
     Kind("many", (crash_of_many,), 1, 1, weight=2),
     Kind("cuts", (cut, isolate), 1, 4, weight=2),
+    Kind(
+        "renewed",
+        (quorum_gone, quorum_gone, crash_of_many, node_flickers, join),
+        1,
+        3,
+        weight=3,
+        mended_seconds=70.0,
+        slowness=3.0,
+        most_founders=5,
+    ),
+    Kind(
+        "node cut",
+        (node_cut_off, node_cut_off, slow_states, quorum_gone, crash),
+        1,
+        3,
+        weight=3,
+        mended_seconds=95.0,
+        slowness=4.0,
+        most_founders=5,
+    ),
+    Kind(
+        "keys",
+        (second_node, node_restored, quorum_gone, node_cut_off, disk_back),
+        2,
+        4,
+        weight=2,
+        mended_seconds=95.0,
+        slowness=4.0,
+        most_founders=5,
+    ),
     Kind("long cut", (long_cut,), 1, 1, mended_seconds=95.0, slowness=8.0, most_founders=5),
     Kind("meeting", (split_and_meet,), 1, 1, mended_seconds=125.0, slowness=8.0, most_founders=5),
     Kind("alone", LEFT_ALONE, 1, 1, mended_seconds=125.0, slowness=25.0, most_founders=5),

@@ -16,11 +16,12 @@ from typing import ClassVar
 
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import Electorate, Faults
-from spes_p2p.consensus.forks import best
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import Commit, Intent
+from spes_p2p.consensus.place import place_of
+from spes_p2p.consensus.renewing import MOST_ROUNDS_BACK
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import OwnershipRequest
@@ -30,8 +31,14 @@ from tests.simulation.sim_state import Disk, initial_state, root_of, run_rules
 
 AUDITED_WORK = 1000.0
 """Of a round, for audits of work: tiny rounds could afford none."""
+ORGANISER = PeerId("o0")
+SECOND = PeerId("o1")
+"""Another machine with the organiser's key."""
+RENEW_SECONDS = 20.0
 EXTINCT_SECONDS = 30.0
 """So long after the last fault without anybody who could go on, a run is over."""
+MOST_BOUNDS = 6
+"""So many times as long as a commit may take, all have come to one history after the last fault."""
 
 
 class Network:
@@ -115,7 +122,7 @@ class Result:
 
     rounds: int = 0
     commits: int = 0
-    degraded: int = 0
+    renewals: int = 0
     forks: int = 0
     switches: int = 0
     restarts: int = 0
@@ -159,15 +166,20 @@ class World:
         self.weather = weather
         self.core_class = core_class
         rules = run_rules(columns, replicas=replicas)
-        self.rules = replace(rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2, faults=self.faults)
+        self.rules = replace(
+            rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2, faults=self.faults,
+            organiser=ORGANISER, renew_after_seconds=RENEW_SECONDS,
+        )  # fmt: skip
+        self.fetch_seconds = 0.0
+        """How long a state of others takes to come here."""
         if seed % 8 == 5:
             self.rules = replace(self.rules, audited_work=AUDITED_WORK, clips=True)
         self.max_columns = columns
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}
         self.last_change = 0.0
-        self._lost_after = -1.0
-        """The `last_change` after which a committed state was seen to be lost."""
+        self.mended_at = float("inf")
+        """From then on no more faults come: before, somebody may come back who can go on."""
         self._adopted: set[Hash] = set()
         self.say: Callable[[str], None] | None = None
         self.network = Network(self)
@@ -188,6 +200,19 @@ class World:
         self.judge.liars = set(self.liars)
         for member in self.genesis.members:
             self._add(member.peer, member.incarnation, member.link_class, not member.trains)
+
+    def add_organiser(self, keeps_states: bool, name: PeerId = ORGANISER, starts: bool = True) -> SimPeer:
+        """A machine that has the organiser's key: it looks on, and renews."""
+        disk = Disk(self.genesis, self.state, self.next_incarnation(), keeps_states=keeps_states)
+        peer = self.peers[name] = SimPeer(self, name, disk, 0)
+        peer.intent, peer.has_key = Intent(), True
+        if starts:
+            peer.start()
+        return peer
+
+    def members_up(self) -> list[SimPeer]:
+        """Peers whose process runs, but for the organiser's."""
+        return [peer for peer in self.up() if not peer.has_key]
 
     # ---------------------------------------------------------------- time
 
@@ -225,13 +250,6 @@ class World:
         self.changed(f"{name} joins")
         self._add(name, self.next_incarnation(), self.random.choice((0, 0, 1)), serving)
 
-    def choose(self, child: Hash) -> None:
-        """The organiser has signed that the run goes on with this child, and everybody who runs hears of it."""
-        self.judge.chosen.add(child)
-        self.changed("the organiser has chosen")
-        for peer in self.up():
-            peer.choose(child)
-
     def changed(self, what: str = "") -> None:
         """A fault or its end: the time allowed for the next commit starts again."""
         self.last_change = self.now
@@ -256,20 +274,14 @@ class World:
     # ---------------------------------------------------------------- progress
 
     def newest(self) -> Manifest:
-        """The newest manifest that a running peer stands on, in the history that wins."""
-        chains = [peer.disk.chain for peer in self.up()]
-        if not chains:
-            return self.genesis
-        if self.judge.forks:
-            line = best([tuple(chain) for chain in chains], self.rules.final_rounds)
-        else:
-            line = max((tuple(chain) for chain in chains), key=lambda line: len(line))
-        return line[-1].manifest if line else self.genesis
+        """The manifest that goes before all others that a running peer stands on with its state."""
+        tips = [peer.disk.tip for peer in self.up() if peer.disk.keeps_states]
+        return max(tips, key=place_of, default=self.genesis)
 
     def is_one_history(self) -> bool:
         """Whether all who run, and do not leave, stand on one chain."""
         chains: list[list[Commit]] = [[], *(peer.disk.chain for peer in self.up())]
-        longest = max(chains, key=len)
+        longest = max(chains, key=lambda chain: place_of(chain[-1].manifest) if chain else (0, 0, b""))
         names = [manifest_hash(self.genesis), *(commit.certificate.manifest for commit in longest)]
         tips = [peer.disk.tip for peer in self.up() if not peer.intent.leaving]
         return all(tip.round < len(names) and names[tip.round] == manifest_hash(tip) for tip in tips)
@@ -289,48 +301,52 @@ class World:
     def bound_seconds(self) -> float:
         """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
         tip = self.newest()
-        head = manifest_hash(tip)
-        chosen = voters(tip)
+        head, chosen = manifest_hash(tip), voters(tip)
         running = [p for p in self.up() if p.core is not None]
         able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.is_full]
         able = [peer for peer in able if peer.asleep_until <= self.now]
-        if not able:
+        if not any(self._would_train(peer) for peer in running):
             return float("inf")
-        if self.has_servers and not any(self._would_train(peer) for peer in running):
+        groups = Counter(self.network.groups.get(p.name, 0) for p in able)
+        connected = max(groups.values(), default=0) >= Electorate(tuple(chosen), self.faults).quorum
+        if not connected and not self.can_be_renewed():
             return float("inf")
         cores = [p.core for p in running if p.core is not None]
         pace = max((core.state.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
-        groups = Counter(self.network.groups.get(p.name, 0) for p in able)
-        connected = max(groups.values(), default=0) >= Electorate(tuple(chosen), self.faults).quorum
-        if not connected and self.faults is Faults.BYZANTINE:
-            return float("inf")  # nobody goes on there without a quorum
         view = max((c.state.round.vote.ballot for c in cores if c.tip_hash == head), default=0)
         training = max(p.round_seconds for p in running)
-        wait = 0.0 if connected else pace.degraded_wait_seconds()
-        if self._state_is_lost():
-            self._lost_after = self.last_change
-        wait += pace.lost_state_wait_seconds() if self._lost_after == self.last_change else 0.0
+        # the node may have to step back first, and a round may begin anew, on the renewal
+        wait = 0.0 if connected else 2 * self.rules.renew_after_seconds + 3 * training + 8 * self.fetch_seconds
         asking = pace.deadline_seconds(0)
         return wait + asking + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
 
+    def can_be_renewed(self) -> bool:
+        """Whether the organiser's node runs, and reaches enough peers with a state that is not too old."""
+        awake = [peer for peer in self.up() if not peer.is_full and peer.asleep_until <= self.now]
+        nodes = [peer for peer in awake if peer.has_key]
+        able = [peer for peer in awake if not peer.has_key and not peer.intent.leaving]
+        return any(sum(self._may_name(node, peer) for peer in able) >= self.rules.fewest_renewed for node in nodes)
+
+    def _may_name(self, node: SimPeer, peer: SimPeer) -> bool:
+        oldest = node.disk.tip.round - MOST_ROUNDS_BACK
+        is_near = node.disk.keeps_states or peer.disk.tip.round >= oldest
+        return is_near and self.network.reaches(node.name, peer.name)
+
     def _would_train(self, peer: SimPeer) -> bool:
         """Whether rounds are made for this peer's sake; those who only serve keep the state as it is."""
-        return not peer.intent.serving and not peer.is_gone_for_good and peer.asleep_until <= self.now
-
-    def _state_is_lost(self) -> bool:
-        """Whether somebody knows of a commit whose state left with those who had it."""
-        running = [peer for peer in self.up() if peer.core is not None]
-        known = [peer.core.state.round.decided for peer in running if peer.core is not None]
-        return any(d is not None and not any(peer.has_state(d.manifest) for peer in running) for d in known)
+        return peer.trains and not peer.is_gone_for_good and peer.asleep_until <= self.now
 
     def check_stall(self) -> None:
         """Raises Violation when the next commit is late. Notes when there can be none any more."""
         waited = self.now - self.last_change
         bound = self.bound_seconds()
         asleep = any(peer.asleep_until > self.now for peer in self.up())
-        self.result.extinct = bound == float("inf") and waited > EXTINCT_SECONDS and not asleep
+        is_over = bound == float("inf") and waited > EXTINCT_SECONDS and not asleep
+        self.result.extinct = self.now > self.mended_at and is_over
         if waited > bound:
             raise Violation("stall", f"no commit for {waited:.1f} s, at most {bound:.1f} s are allowed")
+        if self.now - self.mended_at > MOST_BOUNDS * bound:
+            raise Violation("apart", f"{self.now - self.mended_at:.1f} s after the last fault not all stand together")
         if bound < float("inf"):
             self.result.tightest_bound = max(self.result.tightest_bound, waited / bound)
 

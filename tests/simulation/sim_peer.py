@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Intent
-from spes_p2p.ids import Hash, PeerId
-from tests.simulation.sim_process import HEARTBEAT_SECONDS, SimProcess
+from spes_p2p.ids import PeerId
+from tests.simulation.sim_process import SimProcess
 from tests.simulation.sim_state import NOTHING, STATE, STEPS, Disk
 from tests.simulation.symbols import Died
 
@@ -47,11 +46,11 @@ class SimPeer:
         self.is_gone_for_good = False
         self.clock_behind_seconds = 0.0
         self.backup: Disk | None = None
-        self.parted = False
-        """Whether it has met another final history, and stays on its own."""
+        self.notices: list[do.Notice] = []
+        self.has_key = False
+        """Whether this is the organiser's node."""
         self.refuses = True
         """Whether the host answers when the process is gone, or a firewall in its place."""
-        self._sleeps_since = 0.0
 
     @property
     def core(self) -> Consensus | None:
@@ -60,7 +59,7 @@ class SimPeer:
     def start(self) -> None:
         """A process starts on what is on disk."""
         if self.process is None:
-            self.disk.arrive(self.world.next_incarnation, restarted=True)
+            self.disk.arrive(self.world.next_incarnation)
             self.disk.rivals, self.disk.free = None, STATE
             self.process = SimProcess(self)
             self.run(self.process, self.process.begin)
@@ -84,20 +83,21 @@ class SimPeer:
     def back_up(self) -> None:
         """Somebody keeps a copy of the disk as it is now."""
         self.backup = copy.copy(self.disk)
-        for name in ("chain", "staged", "finished", "left"):
+        for name in ("chain", "staged", "finished"):
             setattr(self.backup, name, copy.copy(getattr(self.disk, name)))
 
     def roll_back(self) -> None:
         """The copy takes the place of the disk."""
         if self.backup is not None:
             self.disk, self.backup = self.backup, None
+            self.disk.places = []
+            self.world.judge.copies.add(self.name)
 
     def sleep(self, seconds: float) -> None:
         """The machine is suspended: nothing runs, nothing is answered."""
         if self.asleep_until > self.world.now:
             return
         self.world.changed(f"{self.name} sleeps for {seconds} s")
-        self._sleeps_since = self.world.now
         self.asleep_until = self.world.now + seconds
         self.world.at(self.asleep_until, self.world.changed, f"{self.name} wakes")
 
@@ -129,11 +129,6 @@ class SimPeer:
         self.later(LEAVING_SECONDS, self.crash)
         self.run(self.process, self.process.leave)
 
-    def choose(self, child: Hash) -> None:
-        """The organiser's choice has come."""
-        if self.process is not None:
-            self.run(self.process, self.process.driver.dispatcher.tell, on.HistoryChosen((child,)))
-
     def receive(self, sender: PeerId, envelope: Envelope) -> None:
         if self.process is None:
             return
@@ -154,8 +149,6 @@ class SimPeer:
         if self.asleep_until > self.world.now:
             self.world.at(self.asleep_until, self.run, process, work, *arguments)
             return
-        if self.asleep_until and self._sleeps_since + 5 * HEARTBEAT_SECONDS < self.world.now:
-            process.witness.awake_since = self.world.now  # a shorter nap is no sleep: no event is late enough
         self.asleep_until = 0.0
         try:
             work(*arguments)
@@ -171,9 +164,13 @@ class SimPeer:
         return is_short or (self.process is not None and self.process.driver.dispatcher.is_full)
 
     @property
+    def trains(self) -> bool:
+        return not self.intent.serving and not self.has_key
+
+    @property
     def round_seconds(self) -> float:
         """How long it trains in a round at full length."""
-        return 0.0 if self.intent.serving else STEPS * self.step_seconds
+        return STEPS * self.step_seconds if self.trains else 0.0
 
     def has_state(self, manifest: Manifest) -> bool:
         """Whether it has the state of a manifest, or of a later one."""

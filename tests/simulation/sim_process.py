@@ -18,7 +18,6 @@ from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import count
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from tests.simulation.judge import Guard, Witness
 from tests.simulation.sim_state import (
     BATCH_SEQUENCES,
     SEQUENCE_TOKENS,
@@ -54,15 +53,15 @@ class SimProcess:
         self._world = world = peer.world
         self._disk = disk = peer.disk
         self.judge = world.judge
-        self.witness = Witness(world.now)
         life = next(world.lives)
         first = int((DAY_SECONDS + world.now - peer.clock_behind_seconds) * 1000) + life
         start = Start(
             disk.incarnation, disk.tip, disk.tip_commit, disk.record, peer.intent, first,
             tuple(other for other in world.peers if other != peer.name), peer.name.encode(),
-            disk.ledger(disk.tip.round),
+            disk.ledger(disk.tip.round), disk.keeps_states,
         )  # fmt: skip
-        identity = Identity(peer.name, world.rules, FakeSealer(peer.name), check_fake)
+        organiser = FakeSealer(world.rules.organiser) if peer.has_key else None
+        identity = Identity(peer.name, world.rules, FakeSealer(peer.name), check_fake, organiser)
         self.core: Consensus = world.machine_of(peer.name).begin(identity, start, Pace(HEARTBEAT_SECONDS), world.now)
         self.others = SimOthers(peer)
         self.trainer = SimTrainer(peer, self)
@@ -81,8 +80,6 @@ class SimProcess:
         self.trainer.hand_in()
 
     def receive(self, sender: PeerId, envelope: Envelope) -> None:
-        self.witness.hear(self.core, envelope, self._world.now)
-        self.look()
         self.driver.tell(on.MessageReceived(envelope))
         if self._world.random.random() < self._world.weather.reply:
             reply = self.driver.dispatcher.reply_to(sender)
@@ -91,14 +88,10 @@ class SimProcess:
 
     def _tick(self) -> None:
         self._peer.later(1.01 * HEARTBEAT_SECONDS, self._tick)
-        self.look()
         was_full = self.driver.dispatcher.is_full
         self.driver.dispatcher.tick()
         if was_full and not self.driver.dispatcher.is_full:
             self._world.changed(f"{self._name} tries its disk again")
-
-    def look(self) -> None:
-        self.witness.look(self.core, self._disk.is_on_chain, self._world.now)
 
     def has_made(self, manifest: Manifest) -> bool:
         """Whether the state of a manifest is staged here; what it did not sign for is gone with a crash."""
@@ -110,9 +103,6 @@ class SimProcess:
 
     def now(self) -> float:
         return self._world.now
-
-    def guard(self) -> Guard:
-        return self.witness.guard(self.core, self._disk.is_on_chain, self._world.now)
 
     def new_incarnation(self) -> int:
         return self._world.next_incarnation()
@@ -150,12 +140,15 @@ class SimProcess:
         self._world.network.send(self._name, action.to, envelope)
 
     def notice(self, notice: do.Notice) -> None:
-        self._peer.parted |= notice.kind == "parted"
+        self._peer.notices.append(notice)
 
     def work_seconds(self) -> float:
         seconds = self._peer.work_seconds * (0.2 + 1.6 * self._world.random.random())
         is_slow = self._disk.rivals is not None and self._world.random.random() < SLOW_SHARE
         return SLOWNESS * seconds if is_slow else seconds
+
+    def fetch_seconds(self) -> float:
+        return self._world.fetch_seconds
 
     def finds_harmful(self, column: Hash) -> bool:
         """Of one column in twenty most say so; now and then somebody is wrong, or cannot say."""
@@ -220,17 +213,16 @@ def tell_story(tell: Callable[[str], None], name: PeerId, action: do.Action) -> 
     """What a peer is about to do, for who reads along."""
     match action:
         case do.Send(to, envelope):
-            parts = ("plan", "reports", "votes", "contents", "degraded_proposals", "degraded_votes", "commit")
+            parts = ("plan", "reports", "votes", "contents", "commit")
             if said := [part for part in parts if getattr(envelope, part)]:
                 tell(f"{name} to {to}: {', '.join(said)}")
         case do.Persist(record):
-            degraded = f", degraded with {record.degraded.value.heard}" if record.degraded else ""
             words = ", ".join(
                 f"{kind} {signed.value.ballot} {short(signed.value.value)}"
                 for kind in ("proposal", "prevote", "precommit")
                 if (signed := getattr(record, kind)) is not None
             )
-            tell(f"{name} persists: {words}{degraded}")
+            tell(f"{name} persists: {words}")
         case do.Fetch(piece, hashes, holders):
             tell(f"{name}: Fetch {piece.key} {short(sha256(hashes))} of {holders}")
         case do.Adopt(commit):
@@ -340,7 +332,6 @@ class SimTrainer:
 
     def goes_on(self) -> None:
         """The next round begins; who leaves and is named no more ends."""
-        self._process.look()
         if self._peer.intent.leaving and not self._core.state.is_member():
             self._peer.crash()
             raise Died

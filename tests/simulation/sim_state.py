@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import Manifest, Merge, Slice, manifest_hash
-from spes_p2p.consensus.messages import Commit, DegradedVote, Plan, Precommit, Signed, Work, signing_bytes
+from spes_p2p.consensus.messages import Commit, Plan, Precommit, Renewal, Signed, Work, signing_bytes
+from spes_p2p.consensus.place import Place
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.turns import AS_OFTEN, Vocabulary
 from spes_p2p.consensus.vote_record import VoteRecord
@@ -124,7 +125,9 @@ class Disk:
     record: VoteRecord | None = None
     staged: dict[int, Hash] = field(default_factory=dict)
     finished: dict[Hash, State] = field(default_factory=dict)
-    left: set[Hash] = field(default_factory=set)
+    keeps_states: bool = True
+    places: list[Place] = field(default_factory=list)
+    """The highest place that whoever runs on this disk has stood on, if any."""
     free: int = STATE
     rivals: random.Random | None = None
     """Others on this disk, who fill and free it: whatever is written may find more room than before, or less."""
@@ -198,22 +201,17 @@ class Disk:
         self.staged.clear()
         self.finished.clear()
 
-    def leave(self, record: VoteRecord) -> None:
-        """Notes what we voted on (`VoteBook.leave`)."""
-        if record != VoteRecord(record.parent):
-            self.left.add(record.parent)
-
     def switch(self, common: int, line: Sequence[Commit], state: State) -> None:
         """Another history in the place of ours from `common` commits on."""
         del self.chain[common:]
         self.publish(line, state)
 
-    def arrive(self, new_incarnation: Callable[[], int], restarted: bool) -> None:
-        """Who can not stand by its votes is a new incarnation (`VoteBook.arrive`, `joining`)."""
-        head, parent = manifest_hash(self.tip), self.record.parent if self.record is not None else NO_HASH
+    def arrive(self, new_incarnation: Callable[[], int]) -> None:
+        """A process starts: who can not stand by its votes is a new incarnation (see `joining`)."""
+        parent = self.record.parent if self.record is not None else NO_HASH
         known = parent == NO_HASH or any(self.is_on_chain(parent, round) for round in range(len(self.chain), -1, -1))
-        if parent != head and (head in self.left or (restarted and not known)):
-            self.record, self.left, self.incarnation = None, set(), new_incarnation()
+        if not known:
+            self.record, self.incarnation = None, new_incarnation()
 
 
 class FakeSealer:
@@ -224,7 +222,7 @@ class FakeSealer:
 
     def seal(self, value: T) -> Signed[T]:
         signature = b""
-        if isinstance(value, Precommit | DegradedVote):
+        if isinstance(value, Precommit | Renewal):
             signature = sha256(self._peer.encode(), signing_bytes(value))
         return Signed(value, self._peer, b"", signature)
 

@@ -20,7 +20,7 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
-from tests.simulation.judge import Guard, Judge, VoteHistory, Witness
+from tests.simulation.judge import Judge, VoteHistory
 from tests.simulation.sim_state import (
     BATCH_SEQUENCES,
     SEQUENCE_TOKENS,
@@ -49,14 +49,12 @@ class Local:
     trained: Trained | None = None
     lives: int = 0
     sequence: int = FIRST_SEQUENCE
-    witness: Witness | None = None
 
     @property
-    def running(self) -> tuple[Consensus, Witness]:
+    def running(self) -> Consensus:
         """Of a peer that is up."""
         assert self.core is not None
-        assert self.witness is not None
-        return self.core, self.witness
+        return self.core
 
 
 class PathJudge(Judge):
@@ -71,8 +69,6 @@ class PathJudge(Judge):
         for said, signed in history.words_of(record):
             if signed is not None:
                 said[signed.value.ballot] = signed.value.value
-        if record.degraded is not None:
-            history.degraded.add((record.degraded.value.heard, record.degraded.value.value))
         self._histories[(peer, disk.incarnation, record.parent)] = history
 
 
@@ -107,8 +103,7 @@ def small_step(
     around = SmallSurroundings(setting, snapshots, local, remains)
     if what == ("start",):
         _start(setting, local)
-    core, witness = local.running
-    driver = SymbolDriver(core, local.disk, around)
+    driver = SymbolDriver(local.running, local.disk, around)
     match what:
         case ("start",):
             driver.dispatcher.start()
@@ -117,9 +112,6 @@ def small_step(
             _grow_older(snapshots, local)
             driver.tell(on.ClockTicked())
         case ("receive", message):
-            if core.tip.round == 0:  # then there is nothing left to judge by it
-                witness.hear(core, message, 0.0)
-                witness.look(core, local.disk.is_on_chain, 0.0)
             driver.tell(on.MessageReceived(message))
         case ("work", at, *brought):
             work, local.todo = local.todo[at], local.todo[:at] + local.todo[at + 1 :]
@@ -148,16 +140,10 @@ def _start(setting: Setting, local: Local) -> None:
     local.core = setting.core_class.begin(identity, begin, FixedPace(HEARTBEAT_SECONDS), 0.0)
     local.lives += 1
     local.todo = (TRAIN,) if not disk.chain and name not in setting.servers else ()
-    local.witness = Witness(0.0)
 
 
 def _grow_older(snapshots: Snapshots, local: Local) -> None:
-    core, witness = local.running
-    snapshots.age(core)
-    snapshots.age_witness(witness)
-    witness.look(core, local.disk.is_on_chain, 0.0)
-    if local.disk.record is not None:
-        local.disk.record = snapshots.aged(local.disk.record)
+    snapshots.age(local.running)
 
 
 def _train(setting: Setting, local: Local, driver: SymbolDriver) -> None:
@@ -191,7 +177,7 @@ class SmallSurroundings:
         self.acted = False
         """Whether anything was to be done."""
         self.others = Brought(setting, None, ())
-        self.trainer = OneRound(local)
+        self.trainer = OneRound()
         self._is_durable = False
         self._written = _on_disk(local.disk)
 
@@ -199,6 +185,9 @@ class SmallSurroundings:
         return 0.0
 
     def work_seconds(self) -> float:
+        return 0.0
+
+    def fetch_seconds(self) -> float:
         return 0.0
 
     def finds_harmful(self, column: Hash) -> bool:
@@ -234,10 +223,6 @@ class SmallSurroundings:
     def notice(self, notice: do.Notice) -> None:
         """Nobody reads it."""
 
-    def guard(self) -> Guard:
-        core, witness = self._local.running
-        return witness.guard(core, self._local.disk.is_on_chain, 0.0)
-
     def new_incarnation(self) -> int:
         return self._local.disk.incarnation + 1
 
@@ -245,16 +230,11 @@ class SmallSurroundings:
 class OneRound:
     """The `Training` of a peer that makes one round: its end is a piece of work like others."""
 
-    def __init__(self, local: Local) -> None:
-        self._local = local
-
     def close(self) -> None:
         """It ends in any case."""
 
     def stands_on(self, commits: Sequence[Commit], switched: bool) -> None:
-        """Who was heard makes no difference any more."""
-        _, witness = self._local.running
-        witness.heard.clear()
+        """There is no other round."""
 
     def goes_on(self) -> None:
         """There is no other round."""

@@ -125,7 +125,7 @@ class StepTable:
         given = ("receive", self.things[what[1]]) if what[0] == "receive" else what
         taken = small_step(self.setting, self.snapshots, local, lambda: self._remains(local), given)
         sends = [(self.setting.names.index(to), self.id_of(envelope)) for to, envelope in taken.sends]
-        core, _ = local.running
+        core = local.running
         self.fired.update(core.fired)
         decided = [commit for commit in (core.state.round.decided, core.state.own.commit) if commit is not None]
         after = self.keep(local)
@@ -136,11 +136,11 @@ class StepTable:
         return Step(after, tuple(sends), tuple(taken.crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
 
     def _id_of_commit(self, commit: Commit) -> int:
-        """Certificates of one kind by the same set of electors, or by any majority, are alike to the judge."""
+        """Certificates of one kind are alike to the judge."""
         one = self.id_of(commit)
         self.judge_commits((one,))
         certificate = commit.certificate
-        return self._commits.setdefault((certificate.manifest, certificate.kind, certificate.heard), one)
+        return self._commits.setdefault((certificate.manifest, certificate.kind), one)
 
     def dead(self, at: int) -> int:
         """What is left of a peer that dies now."""

@@ -21,11 +21,10 @@ import msgpack
 
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import DegradedProposal, Signed, Status
-from spes_p2p.consensus.state import Others, RoundState
+from spes_p2p.consensus.messages import Signed, Status
+from spes_p2p.consensus.state import Others
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord
-from tests.simulation.judge import Witness
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 1.0
@@ -56,10 +55,6 @@ class FixedPace(Pace):
 
     def observe_round(self, seconds: float) -> None:
         return
-
-    def degraded_wait_seconds(self) -> float:
-        """Shorter than it would be: no safety hangs on its length, and a search has to go through every heartbeat."""
-        return 2 * self.deadline_seconds(0)
 
 
 class Frozen:
@@ -185,13 +180,6 @@ class Snapshots:
         core.state.own.sequence = FIRST_SEQUENCE
         self._age(core.state)
 
-    def age_witness(self, witness: Witness) -> None:
-        """The same for what was truly heard."""
-        self._age(witness)
-        for heard in witness.heard.values():
-            self._age(heard)
-            heard.newest = _earlier(heard.newest)
-
     def _age(self, value: Any) -> None:
         kind: Any = type(value)
         times = times_of(kind)
@@ -207,8 +195,6 @@ class Snapshots:
         if isinstance(value, Others):
             for contact in value.contacts.values():
                 self._age(contact)
-        if isinstance(value, RoundState):
-            value.degraded_proposals = {h: self.aged(signed) for h, signed in value.degraded_proposals.items()}
 
     def aged(self, value: T) -> T:
         """A message as it reads a heartbeat later: sequences count from the present one."""
@@ -280,19 +266,14 @@ def _earlier(sequence: int) -> int:
 
 
 def _with_earlier_sequences(value: Any) -> Any:
-    """Statuses carry sequences, and so do the attempts of degraded proposals."""
+    """Statuses carry sequences."""
     if isinstance(value, Envelope):
         return dataclasses.replace(
             value,
             statuses=tuple(map(_with_earlier_sequences, value.statuses)),
-            degraded_proposals=tuple(map(_with_earlier_sequences, value.degraded_proposals)),
         )
-    if isinstance(value, VoteRecord):
-        return dataclasses.replace(value, degraded=_with_earlier_sequences(value.degraded))
     if isinstance(value, Signed):
         said: Any = value.value
         if isinstance(said, Status):
             return dataclasses.replace(value, value=dataclasses.replace(said, sequence=_earlier(said.sequence)))
-        if isinstance(said, DegradedProposal):
-            return dataclasses.replace(value, value=dataclasses.replace(said, attempt=_earlier(said.attempt)))
     return value

@@ -14,13 +14,12 @@ from typing import Any
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerSilent, StorageFull
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.sync.committer import Committer, long_work
 from spes_p2p.sync.dispatcher import Dispatcher
@@ -31,7 +30,6 @@ from tests.simulation.symbols import (
     LOCKED_SECONDS,
     PUBLISHING_SECONDS,
     Died,
-    Lock,
     Pause,
     Surroundings,
     SymbolCandidate,
@@ -61,19 +59,12 @@ class SymbolVotes:
     def write(self, record: VoteRecord) -> None:
         self._disk.check_room(VOTE)
         before, self._disk.record = self.record, record
-        self._around.judge.saw_record(self._name, record, self._disk, self._around.guard)
+        self._around.judge.saw_record(self._name, record, self._disk)
         self._around.wrote(before, record)
 
     def forget(self, above: int) -> None:
-        self._disk.record, self._disk.left = None, set()
+        self._disk.record = None
         self._disk.incarnation = max(self._around.new_incarnation(), above + 1)
-
-    def leave(self, record: VoteRecord) -> None:
-        self._disk.check_room(VOTE)
-        self._disk.leave(record)
-
-    def arrive(self, head: Hash) -> None:
-        self._disk.arrive(self._around.new_incarnation, restarted=False)
 
 
 class SymbolChain:
@@ -101,7 +92,6 @@ class SymbolHistory:
         self._chain = chain
         self._around = around
         self.running: Coroutine[Any, Any, None] | None = None
-        self.moving = Lock()
         self.fetching: Coroutine[Any, Any, None] | None = None
         self._broken_off: Coroutine[Any, Any, None] | None = None
 
@@ -143,25 +133,24 @@ class SymbolHistory:
             raise PeerSilent(holder)
         return disk
 
-    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
-        theirs = await self._ask(holder)
+    async def headers(self, tip: int, action: do.CatchUp) -> Commit:
+        theirs = await self._ask(action.holder)
         common = self._disk.shared_with(theirs)
         if len(theirs.chain) <= tip:
-            raise NetworkError(holder)
-        if common < tip or not has_quorum(theirs.chain[tip]):
-            raise HistoryDiverged(holder)
-        return await self.take_up(tip, theirs.chain[tip:], holder, round)
+            raise NetworkError(action.holder)
+        if common < tip:
+            raise HistoryDiverged(action.holder)
+        return await self.take_up(tip, theirs.chain[tip:], action)
 
-    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
-        theirs = await self._ask(holder)
+    async def meet(self, tip: int, action: do.CatchUp) -> ForkPoint:
+        theirs = await self._ask(action.holder)
         common = self._disk.shared_with(theirs)
         return ForkPoint(self._disk.manifest(common), tuple(self._disk.chain[common:]), tuple(theirs.chain[common:]))
 
-    async def take_up(self, tip: int, theirs: Sequence[Commit], holder: PeerId, round: int) -> Commit:
+    async def take_up(self, tip: int, theirs: Sequence[Commit], action: do.CatchUp) -> Commit:
         self._chain.line = tuple(theirs)
         for commit in theirs:
             self._around.judge.saw_commit(commit)
-        self._around.judge.saw_taken(self._core.me, theirs[0], self._around.guard())
         return theirs[-1]
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, State]:
@@ -172,6 +161,10 @@ class SymbolHistory:
             await Pause(self._around.work_seconds())
         if not theirs.is_on_chain(name, newest.manifest.round):
             raise NetworkError(holder)
+        lacks_it = not theirs.keeps_states and newest.manifest.state_root != self._core.tip.state_root
+        if lacks_it and self._core.state.own.keeps_states:
+            raise NetworkError(holder)
+        await Pause(self._around.fetch_seconds())
         state = self._around.judge.known[name].state
         if manifest_hash(theirs.tip) == name and root_of(theirs.state) != newest.manifest.state_root:
             raise Violation("state", f"{holder} serves another state than it committed")
@@ -183,6 +176,12 @@ class SymbolHistory:
         self._around.judge.saw_commit(commit)
         await self._publish((commit,), self._disk.finished[commit.manifest.state_root])
 
+    async def renew(self, commit: Commit) -> None:
+        await Pause(PUBLISHING_SECONDS)
+        self._disk.check_room()
+        self._around.judge.saw_commit(commit)
+        await self._publish((commit,), self._disk.state)
+
     async def follow(self, first: Manifest, newest: Commit, state: State) -> None:
         self._disk.check_room()
         await self._publish(self._chain.line, state)
@@ -193,7 +192,8 @@ class SymbolHistory:
 
     async def switch(self, fork: ForkPoint, state: State) -> None:
         self._disk.check_room()
-        self._around.judge.saw_switch(self._core.me, fork.ours, fork.theirs)
+        if self._core.state.own.keeps_states:
+            self._around.judge.saw_switch(self._core.me, fork.common, fork.ours, fork.theirs)
         self._disk.switch(fork.common.round, fork.theirs, state)
         await Pause(PUBLISHING_SECONDS)
 
@@ -201,8 +201,9 @@ class SymbolHistory:
         return 0
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
-        line = self._disk.chain[self._core.tip.round :] if fork is None else fork.theirs
+        line = self._disk.chain[self._core.tip.round :] if fork is None else fork.theirs or (commit,)
         self._around.judge.saw_state(self._core.me, commit.manifest, self._disk.state)
+        self._around.judge.saw_place(self._core.me, commit.manifest, self._disk)
         self._around.trainer.stands_on(line, switched=fork is not None)
         self._chain.line = ()
 
@@ -220,15 +221,9 @@ class SymbolDispatcher(Dispatcher):
         votes, candidate = SymbolVotes(disk, around, core.me), SymbolCandidate(core, disk)
         super().__init__(core, votes, chain, candidate, driver, driver, around.now)
         self._around = around
-        self._decided = core.state.round.decided
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
         self._around.handled()
-        me, decided = self.core.me, self.core.state.round.decided
-        if decided is not self._decided and decided is not None and me not in decided.certificate.heard:
-            self._around.judge.saw_commit(decided)  # a degraded child that others made is judged already now
-            self._around.judge.saw_taken(me, decided, self._around.guard())
-        self._decided = decided
         receivers = [action.to for action in actions if isinstance(action, do.Send)]
         if len(set(receivers)) < len(receivers):
             raise Violation("storm", f"{self.core.me} sends two envelopes to one peer for one event: {receivers}")

@@ -17,7 +17,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.fraud import Charge
 from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.reduce import NON_FINITE
-from tests.simulation.judge import Guard, Judge
+from tests.simulation.judge import Judge
 from tests.simulation.sim_state import Disk, State, Trained, neighbours_of, reduce_tiles, split
 
 T = TypeVar("T")
@@ -99,6 +99,9 @@ class Surroundings(Protocol):
     def work_seconds(self) -> float:
         """How long the next piece of work takes."""
 
+    def fetch_seconds(self) -> float:
+        """How long the state of others takes to come here."""
+
     def finds_harmful(self, column: Hash) -> bool:
         """What comes of trying a column of this name."""
 
@@ -120,9 +123,6 @@ class Surroundings(Protocol):
 
     def notice(self, notice: do.Notice) -> None:
         """What work says for people."""
-
-    def guard(self) -> Guard:
-        """What this peer truly heard of a quorum."""
 
     def new_incarnation(self) -> int: ...
 

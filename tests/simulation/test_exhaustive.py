@@ -54,7 +54,6 @@ def test_messages_that_overtake_each_other_break_nothing() -> None:
         (planted.ForgetsLocks, 0, "lock"),
         (planted.PrevotesBeforeStaging, 0, "staging"),
         (planted.SpeaksBeforeWriting, 0, "durability"),
-        pytest.param(planted.DoesNotWait, 2, "wait", marks=pytest.mark.thorough),
         pytest.param(planted.NeverBlamesTheLeader, 1, "stall", marks=pytest.mark.thorough),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,

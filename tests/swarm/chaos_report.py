@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from spes_p2p.consensus.messages import DEGRADED, Commit
+from spes_p2p.consensus.messages import RENEWAL, Commit
 
 COMMITTED_SHARE = 0.95
 COUNTED_SHARE = 0.90
@@ -72,8 +72,8 @@ class Findings:
         return max(0, len(self.commits) - 1)
 
     @property
-    def degraded(self) -> int:
-        return sum(commit.certificate.kind == DEGRADED for commit in self.commits)
+    def renewals(self) -> int:
+        return sum(commit.certificate.kind == RENEWAL for commit in self.commits)
 
     @property
     def aborted(self) -> int:
@@ -101,7 +101,7 @@ def judge(found: Findings) -> list[str]:
     """Promises that were not kept, in words."""
     problems = [f"{name} ended with exit code {code}" for name, code in found.exit_codes.items() if code]
     problems += found.disagreements
-    committed = found.rounds - found.degraded
+    committed = found.rounds - found.renewals
     if committed < COMMITTED_SHARE * found.rounds:
         problems.append(f"only {committed} of {found.rounds} rounds were committed by a majority")
     if found.counted_share < COUNTED_SHARE:
@@ -130,8 +130,8 @@ def report(found: Findings) -> str:
         f"{options.peers} peers, seed {options.seed}, kill rate {options.kill_rate:g}, {found.seconds / 60:.1f} min, "
         f"{options.steps_per_round} steps a round, each sleeps {options.step_seconds:g} s",
         f"blows                {len(found.blows)}",
-        f"rounds committed     {found.rounds - found.degraded} of {found.rounds} (promised: {COMMITTED_SHARE:.0%})",
-        f"rounds degraded      {found.degraded}",
+        f"rounds committed     {found.rounds - found.renewals} of {found.rounds} (promised: {COMMITTED_SHARE:.0%})",
+        f"renewals             {found.renewals}",
         f"ballots aborted      {found.aborted}",
         f"healthy rounds       {spread(found.healthy)}",
         f"faulty rounds        {spread(found.faulty)}",

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, QUORUM
+from spes_p2p.consensus.messages import QUORUM, RENEWAL
 from tests.swarm.chaos_report import ChaosOptions, Findings, Sample, judge, report
 
 
 def good() -> Findings:
-    """A hundred rounds, four of them degraded, with flat memory and nine tokens of ten counted."""
+    """A hundred rounds, four of them renewals, with flat memory and nine tokens of ten counted."""
     found = Findings(ChaosOptions(Path("unused")))
-    kinds = [QUORUM] * 97 + [DEGRADED] * 4
+    kinds = [QUORUM] * 97 + [RENEWAL] * 4
     commits: list[Any] = [SimpleNamespace(certificate=SimpleNamespace(kind=kind, ballot=0)) for kind in kinds]
     found.commits = commits
     found.tokens_trained, found.tokens_counted = 1000, 901
@@ -48,7 +48,7 @@ def degrade(rounds: int) -> Callable[[Findings], None]:
     def change(found: Findings) -> None:
         commits: list[Any] = list(found.commits)
         for commit in commits[5 : 5 + rounds]:
-            commit.certificate.kind = DEGRADED
+            commit.certificate.kind = RENEWAL
 
     return change
 

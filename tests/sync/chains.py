@@ -15,15 +15,14 @@ from spes_p2p.consensus.manifest import (
 )
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import (
-    DEGRADED,
     QUORUM,
     Certificate,
     Commit,
-    DegradedVote,
     Precommit,
     Seal,
 )
-from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.consensus.renewing import signed_renewal
+from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest, renewed_manifest
 from spes_p2p.consensus.slices import plan_slices
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
@@ -87,14 +86,12 @@ class MadeRun:
         name = manifest_hash(manifest)
         signed = self.sealer(signer).seal(Precommit(self.info.fingerprint, manifest.parent, 0, name))
         seal = Seal(signed.author, signed.public_key, signed.signature)
-        return Commit(Certificate(manifest.parent, QUORUM, 0, name, (), (seal,)), manifest)
+        return Commit(Certificate(manifest.parent, QUORUM, 0, name, (seal,)), manifest)
 
-    def degraded(self, manifest: Manifest, signer: PeerId = A) -> Commit:
-        """The same where its signer was left alone."""
-        name = manifest_hash(manifest)
-        signed = self.sealer(signer).seal(DegradedVote(self.info.fingerprint, manifest.parent, (signer,), -1, name))
-        seal = Seal(signed.author, signed.public_key, signed.signature)
-        return Commit(Certificate(manifest.parent, DEGRADED, -1, name, (signer,), (seal,)), manifest)
+    def renewal(self, parent: Manifest, *chosen: PeerId) -> Commit:
+        """By the organiser's key."""
+        manifest = renewed_manifest(self.rules, parent, chosen or (A,))
+        return signed_renewal(manifest, ORGANISER, self.sealer(ORGANISER))
 
     def chain(self, length: int) -> list[Commit]:
         """Commits with roots that stand for no state; no merge falls due."""

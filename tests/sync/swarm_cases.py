@@ -86,7 +86,7 @@ async def guard_promises(swarm: MemorySwarm) -> None:
     while True:
         for life in swarm.up:
             record = life.votes.record
-            newest = {signed.value.value for signed in (record.backed, record.degraded) if signed is not None}
+            newest = {signed.value.value for signed in (record.backed,) if signed is not None}
             for manifest in (content.manifest for content in record.contents):
                 if manifest_hash(manifest) in newest:
                     held = whole_state(life.store, manifest.round, manifest.state_root)

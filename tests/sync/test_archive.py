@@ -144,7 +144,7 @@ def test_new_peers_go_on_in_the_morning(folder: Path) -> None:
         chain = commits(swarm, "d")
         assert chain[newest.manifest.round].manifest == newest.manifest
         first = chain[newest.manifest.round + 1]
-        assert first.certificate.by_organiser
+        assert first.certificate.kind == "renewal"
         assert first.manifest.state_root == newest.manifest.state_root
         assert {member.peer for member in first.manifest.members} <= {"d", "e"}
         assert {commit.certificate.kind for commit in chain[newest.manifest.round + 2 :]} == {QUORUM}
@@ -174,7 +174,7 @@ def test_a_former_peer_with_a_lost_disk_is_as_good_as_a_new_one(folder: Path) ->
         swarm.lose_disk("a")
         await swarm.add("a")
         await swarm.until_round(newest.manifest.round + 2, ["a"])
-        assert commits(swarm, "a")[newest.manifest.round + 1].certificate.by_organiser
+        assert commits(swarm, "a")[newest.manifest.round + 1].certificate.kind == "renewal"
 
     with_archive(folder, play)
 
@@ -186,7 +186,7 @@ def test_electors_that_come_back_need_no_organiser(folder: Path) -> None:
         for name in "ab":
             await swarm.add(name)
         await swarm.until_round(newest.manifest.round + 4)
-        kinds = {commit.certificate.label for commit in commits(swarm, "d")[newest.manifest.round :]}
+        kinds = {commit.certificate.kind for commit in commits(swarm, "d")[newest.manifest.round :]}
         assert "organiser" not in kinds
         assert {member.peer for member in commits(swarm)[-1].manifest.members} >= {"a", "b", "d"}
         check_agreement(swarm)
@@ -244,7 +244,7 @@ def test_a_copy_of_its_folder_brings_the_run_back_when_all_machines_are_gone(fol
         await swarm.until_round(copied.round + 3, ["d", "e"])
         chain = commits(swarm, "d")
         assert chain[copied.round].manifest == copied
-        assert chain[copied.round + 1].certificate.by_organiser
+        assert chain[copied.round + 1].certificate.kind == "renewal"
 
     with_archive(folder, play)
 
@@ -335,7 +335,7 @@ def test_a_former_peer_that_comes_back_in_time_saves_the_lost_round(folder: Path
         await swarm.add("d")
         await swarm.add("a")
         await swarm.until_round(newest.manifest.round + 3)
-        assert not commits(swarm, "d")[newest.manifest.round + 1].certificate.by_organiser
+        assert commits(swarm, "d")[newest.manifest.round + 1].certificate.kind != "renewal"
         check_agreement(swarm)
 
     with_archive(folder, play)
@@ -401,7 +401,7 @@ def test_who_has_the_state_goes_on_without_an_archive(folder: Path) -> None:
         assert not late.driver.core.state.is_elector()
         stood = late.round
         await swarm.until_round(stood + 3, ["late"])
-        assert commits(swarm, "late")[stood + 1].certificate.by_organiser
+        assert commits(swarm, "late")[stood + 1].certificate.kind == "renewal"
         check_agreement(swarm)
 
     with_archive(folder, play, archive=False)
@@ -415,7 +415,7 @@ def test_the_organiser_renews_before_a_survivor_makes_a_history_of_its_own(folde
         await until(lambda: last.round > known.manifest.round + 1, 3000.0)
         chain = commits(swarm)
         assert chain[known.manifest.round].certificate.kind == QUORUM
-        assert chain[known.manifest.round + 1].certificate.by_organiser
+        assert chain[known.manifest.round + 1].certificate.kind == "renewal"
         assert not [notice for notice in last.notices if notice.kind in ("lost", "fork")]
 
     with_archive(folder, play)

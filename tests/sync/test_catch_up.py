@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -10,13 +9,14 @@ import numpy as np
 import pytest
 
 from spes_p2p.codecs.lossy import encode
+from spes_p2p.consensus.actions import CatchUp as CatchUpAction
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.rates import Turns
 from spes_p2p.exchange.requests import TilesRequest, WiresRequest, unpack_request
 from spes_p2p.exchange.transfers import Transfers
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.state.staging import Staging
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
@@ -36,6 +36,11 @@ MADE = MadeRun()
 MADE_INT4 = MadeRun(small_config("sync.codec=int4", "sync.expert_codec=int4", peers=1))
 LATE, HOLDER, SECOND = PeerId("late"), PeerId("holder"), PeerId("second")
 CHANGED = (0, 3, 4, 5, 9)
+
+
+def asked(holder: PeerId, round: int) -> CatchUpAction:
+    """Of somebody who says that it stands on that round, on a manifest that nobody knows."""
+    return CatchUpAction(holder, round, NO_HASH)
 
 
 class Ahead:
@@ -127,7 +132,7 @@ class HandedOut(Ahead):
 def test_headers_then_the_tiles_that_differ(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         assert newest == ahead.commits[2]
         assert ahead.chain.length == 3
         staging = await ahead.catch_up.state(newest.manifest, 0, [HOLDER, SECOND])
@@ -141,7 +146,7 @@ def test_headers_then_the_tiles_that_differ(tmp_path: Path) -> None:
 def test_it_goes_on_where_it_broke_off(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         ahead.give = 4
         with pytest.raises(NetworkError, match="no peer could provide"):
             await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
@@ -158,9 +163,11 @@ def test_headers_on_disk_are_not_fetched_again(tmp_path: Path) -> None:
 
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        await ahead.catch_up.headers(0, HOLDER, 2)
-        assert await ahead.fresh().headers(0, HOLDER, 2) == ahead.commits[2]
-        assert await ahead.fresh().headers(0, HOLDER, 1) == ahead.commits[1]  # a holder that is not so far
+        await ahead.catch_up.headers(0, asked(HOLDER, 2))
+        assert await ahead.fresh().headers(0, asked(HOLDER, 2)) == ahead.commits[2]
+        first = ahead.commits[1]
+        stands = CatchUpAction(HOLDER, 1, first.certificate.manifest)  # a holder that is not so far
+        assert await ahead.fresh().headers(0, stands) == first
 
     run_virtual(main())
 
@@ -171,8 +178,8 @@ def test_another_history_is_compared_and_not_written(tmp_path: Path) -> None:
         other = MADE.certified(MADE.child(ahead.commits[0].manifest, sha256(b"another state"), sha256(b"wire")))
         ahead.chain.append(other)
         with pytest.raises(HistoryDiverged, match="another history"):
-            await ahead.catch_up.headers(0, HOLDER, 2)
-        meeting = await ahead.catch_up.meet(1, HOLDER, 2)
+            await ahead.catch_up.headers(0, asked(HOLDER, 2))
+        meeting = await ahead.catch_up.meet(1, asked(HOLDER, 2))
         assert meeting.common == ahead.commits[0].manifest
         assert (meeting.ours, meeting.theirs) == ((other,), tuple(ahead.commits[1:]))
         assert ahead.chain.newest == other
@@ -192,37 +199,48 @@ def test_another_history_is_held_as_far_as_memory_allows(
         monkeypatch.setattr(catch_up, "LONGEST_LINE_BYTES", size - more)
         if more:
             with pytest.raises(RemoteProtocolError, match="2 rounds that are not ours: too many to keep in memory"):
-                await ahead.catch_up.meet(0, HOLDER, 2)
+                await ahead.catch_up.meet(0, asked(HOLDER, 2))
         else:
-            assert len((await ahead.catch_up.meet(0, HOLDER, 2)).theirs) == 2
+            assert len((await ahead.catch_up.meet(0, asked(HOLDER, 2))).theirs) == 2
 
     run_virtual(main())
 
 
-def test_a_long_line_that_begins_without_a_quorum_is_not_held_in_memory(
+def test_of_a_line_on_top_of_our_tip_only_the_beginning_is_held_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes back after weeks finds one where its tip's child was made by those who were left."""
+    """Where another one, whose states nobody had, is on our disk beyond it."""
 
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        line = [MADE.degraded(ahead.commits[1].manifest)]
+        line = [ahead.commits[1]]
         for round in range(2, 19):
             line.append(MADE.certified(MADE.child(line[-1].manifest, sha256(b"state %d" % round), sha256(b"wire"))))
         ahead.serving.chain.switch(line)
         monkeypatch.setattr(requests, "MAX_COMMITS_AT_ONCE", 2)
-        ahead.catch_up._rules = replace(MADE.rules, final_rounds=5)
         monkeypatch.setattr(catch_up, "LONGEST_LINE_BYTES", sum(len(pack(commit)) for commit in line[:12]))
         ahead.chain.append(MADE.certified(MADE.child(ahead.commits[0].manifest, sha256(b"nowhere"), sha256(b"wire"))))
-        meeting = await ahead.catch_up.meet(0, HOLDER, 18)
-        assert meeting.ours == ()
-        assert meeting.theirs == tuple(line[: len(meeting.theirs)])
-        assert 5 < len(meeting.theirs) < 12
+        meeting = await ahead.catch_up.meet(0, asked(HOLDER, 18))
+        assert (meeting.ours, meeting.theirs) == ((), tuple(line[:2]))
         with pytest.raises(RemoteProtocolError, match="too many"):  # for who stands beside it, all of it counts
-            await ahead.catch_up.meet(1, HOLDER, 18)
-        assert await ahead.catch_up.take_up(meeting.theirs, HOLDER, 18) == line[-1]
-        assert await ahead.catch_up.take_up(line, HOLDER, 18) == line[-1]
+            await ahead.catch_up.meet(1, asked(HOLDER, 18))
+        assert await ahead.catch_up.take_up(meeting.theirs, asked(HOLDER, 18)) == line[-1]
         assert [ahead.chain.commit(round) for round in range(1, 19)] == line
+
+    run_virtual(main())
+
+
+def test_nothing_is_taken_beyond_what_the_holder_stands_on(tmp_path: Path) -> None:
+    """It may know certificates whose state nobody has any more."""
+
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        first, other = ahead.commits[1], MADE.child(ahead.commits[0].manifest, sha256(b"another"), sha256(b"wire"))
+        stands = CatchUpAction(HOLDER, 1, first.certificate.manifest)
+        assert await ahead.catch_up.headers(0, stands) == first
+        ahead.chain.append(MADE.certified(other))
+        meeting = await ahead.catch_up.meet(1, stands)
+        assert [len(meeting.ours), meeting.theirs] == [1, (first,)]
 
     run_virtual(main())
 
@@ -234,9 +252,9 @@ def test_a_chain_ends_where_its_holder_says_that_it_stands(tmp_path: Path, monke
         ahead = await Ahead(tmp_path).open()
         monkeypatch.setattr(catch_up, "MOST_BEYOND", 1)
         with pytest.raises(RemoteProtocolError, match="keeps sending more rounds than it announced, 3 by now"):
-            await ahead.catch_up.headers(0, HOLDER, 1)
+            await ahead.catch_up.headers(0, asked(HOLDER, 1))
         assert ahead.chain.length == 3  # what was checked stays
-        assert await ahead.catch_up.headers(0, HOLDER, 2) == ahead.commits[2]
+        assert await ahead.catch_up.headers(0, asked(HOLDER, 2)) == ahead.commits[2]
 
     run_virtual(main())
 
@@ -246,7 +264,7 @@ def test_headers_without_a_state_do_not_count_as_ours(tmp_path: Path) -> None:
         ahead = await Ahead(tmp_path).open()
         other = MADE.child(ahead.commits[0].manifest, sha256(b"another state"), sha256(b"wire"))
         ahead.chain.append(MADE.certified(other))
-        meeting = await ahead.catch_up.meet(0, HOLDER, 2)
+        meeting = await ahead.catch_up.meet(0, asked(HOLDER, 2))
         assert meeting.ours == ()
         assert meeting.theirs[-1] == ahead.commits[2]
 
@@ -261,7 +279,7 @@ def test_the_last_common_manifest_is_found_far_back(tmp_path: Path) -> None:
         for round in range(2, 40):
             parent = MADE.certified(MADE.child(parent.manifest, sha256(b"%d" % round), sha256(b"wire")))
             mine.append(parent)
-        meeting = await ahead.catch_up.meet(39, HOLDER, 2)
+        meeting = await ahead.catch_up.meet(39, asked(HOLDER, 2))
         assert meeting.common == ahead.commits[1].manifest
         assert (len(meeting.ours), meeting.theirs) == (38, (ahead.commits[2],))
 
@@ -281,12 +299,12 @@ def test_a_damaged_commit_of_ours_where_histories_meet(tmp_path: Path, damaged: 
             ahead.chain.append(parent)
         (ahead.chain.directory / f"{damaged:08d}.commit").write_bytes(b"damaged")
         if damaged == 1:
-            meeting = await ahead.catch_up.meet(3, HOLDER, 2)
+            meeting = await ahead.catch_up.meet(3, asked(HOLDER, 2))
             assert meeting.common == ahead.commits[1].manifest
             assert (len(meeting.ours), meeting.theirs) == (2, (ahead.commits[2],))
         else:
             with pytest.raises(NetworkError, match=r"cannot be compared .*2\.commit is damaged"):
-                await ahead.catch_up.meet(3, HOLDER, 2)
+                await ahead.catch_up.meet(3, asked(HOLDER, 2))
 
     run_virtual(main())
 
@@ -294,9 +312,9 @@ def test_a_damaged_commit_of_ours_where_histories_meet(tmp_path: Path, damaged: 
 def test_a_holder_with_nothing_newer(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        await ahead.catch_up.headers(0, HOLDER, 2)
+        await ahead.catch_up.headers(0, asked(HOLDER, 2))
         with pytest.raises(NetworkError, match="has nothing after round 2"):
-            await ahead.catch_up.headers(2, HOLDER, 2)
+            await ahead.catch_up.headers(2, asked(HOLDER, 2))
 
     run_virtual(main())
 
@@ -309,7 +327,7 @@ def test_a_chain_that_does_not_hold_is_refused(tmp_path: Path, wrong: str) -> No
         bad = with_tokens(ahead.commits[1], 5) if wrong == "unsigned" else ahead.commits[1]
         chain.append(bad) if wrong == "unsigned" else (chain.directory / "00000001.commit").write_bytes(b"cut")
         with pytest.raises(RemoteProtocolError):
-            await ahead.catch_up.headers(0, SECOND, 2)
+            await ahead.catch_up.headers(0, asked(SECOND, 2))
         assert ahead.chain.length == 1
 
     run_virtual(main())
@@ -318,7 +336,7 @@ def test_a_chain_that_does_not_hold_is_refused(tmp_path: Path, wrong: str) -> No
 def test_a_full_disk_is_no_fault_of_the_others(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         with file_size_limit(10), pytest.raises(StorageFull):
             await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
         (await ahead.catch_up.state(newest.manifest, 0, [HOLDER])).publish()
@@ -330,7 +348,7 @@ def test_a_full_disk_is_no_fault_of_the_others(tmp_path: Path) -> None:
 def test_a_full_disk_while_the_own_disk_is_looked_through(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         ahead.store.spare_folders = lambda: [tmp_path / HOLDER / "round-00000002"]
         with file_size_limit(10), pytest.raises(StorageFull):
             await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
@@ -344,7 +362,7 @@ def test_a_full_disk_while_the_own_disk_is_looked_through(tmp_path: Path) -> Non
 def test_rounds_are_gone_through_by_what_they_handed_out(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await HandedOut(tmp_path).open()
-        await ahead.catch_up.headers(0, HOLDER, 2)
+        await ahead.catch_up.headers(0, asked(HOLDER, 2))
         await ahead.arrive()
         assert ahead.given == 2 * MADE_INT4.layout.num_model_tiles
 
@@ -358,7 +376,7 @@ def test_after_a_full_disk_rounds_are_gone_through_anew(tmp_path: Path, limit_by
 
     async def main() -> None:
         ahead = await HandedOut(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         for _ in range(again):
             with file_size_limit(limit_bytes), pytest.raises(StorageFull):
                 await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
@@ -370,7 +388,7 @@ def test_after_a_full_disk_rounds_are_gone_through_anew(tmp_path: Path, limit_by
 def test_after_a_full_disk_in_a_later_round_the_earlier_one_is_there(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await HandedOut(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         tiles = MADE_INT4.layout.num_model_tiles
         ahead.give = tiles
         with pytest.raises(NetworkError):
@@ -390,7 +408,7 @@ def test_a_replay_that_breaks_off_ends_what_tiles_were_staged_before(tmp_path: P
 
     async def main() -> None:
         ahead = await HandedOut(tmp_path).open()
-        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        newest = await ahead.catch_up.headers(0, asked(HOLDER, 2))
         for hidden, give in ((True, 4), (False, MADE_INT4.layout.num_model_tiles + 4)):
             ahead.hides_wires, ahead.give, ahead.given = hidden, give, 0
             with pytest.raises(NetworkError, match="no peer could provide"):

@@ -67,7 +67,7 @@ def opened(
 def test_damaged_ones_are_taken_from_who_has_those_of_this_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: tuple[int, ...], at_once: int
 ) -> None:
-    """Of those before a readable one, also where several follow each other: the first alone would fit."""
+    """Of those before a readable one, also where several follow each other: the first renewed would fit."""
     damaged(tmp_path, rounds)
     other: Sequence[Commit] = COMMITS[:4] if 4 in rounds else forked(rounds[0] - 1)
     chain, _ = opened(tmp_path, monkeypatch, {A: other, B: COMMITS}, at_once)
@@ -88,12 +88,12 @@ def test_one_that_can_be_read_all_the_same_is_taken_from_others_too(
 def test_the_newest_is_one_with_a_quorum_where_a_member_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
 ) -> None:
-    """Who was cut off made another child alone. Strangers are not waited for where there is one."""
+    """Who was cut off stands on a renewal. Strangers are not waited for where there is one."""
     damaged(tmp_path, [4])
-    alone = RUN.degraded(RUN.child(COMMITS[3].manifest, sha256(b"alone"), sha256(b"wire")))
+    renewed = RUN.renewal(COMMITS[3].manifest)
     last = COMMITS if is_ours else ()
-    chain, asked = opened(tmp_path, monkeypatch, {A: [*COMMITS[:4], alone], B: COMMITS, ORGANISER: last})
-    assert chain.commit(4) == (COMMITS[4] if is_ours else alone)
+    chain, asked = opened(tmp_path, monkeypatch, {A: [*COMMITS[:4], renewed], B: COMMITS, ORGANISER: last})
+    assert chain.commit(4) == (COMMITS[4] if is_ours else renewed)
     assert asked == [A, ORGANISER]
 
 

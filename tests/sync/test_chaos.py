@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED
+from spes_p2p.consensus.messages import RENEWAL
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from tests.simulation.memory_swarm import MemorySwarm
@@ -92,7 +92,7 @@ def test_a_swarm_outlives_misfortune(folder: Path, seed: int, overlap: bool) -> 
         await swarm.until_round(max(life.round for life in swarm.up) + 3)
         check_agreement(swarm)
         check_leases(swarm)
-        if all(commit.certificate.kind != DEGRADED for commit in commits(swarm)):
+        if all(commit.certificate.kind != RENEWAL for commit in commits(swarm)):
             recorder.check(commits(swarm))
 
     config = small_config("sync.merge_interval=15", f"sync.overlap={overlap}", peers=len(names))

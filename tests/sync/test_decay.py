@@ -12,9 +12,9 @@ from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.wire import pack
 from tests.simulation.memory_swarm import MemorySwarm
 from tests.simulation.pretend_peer import PretendWork
+from tests.sync.around import Surroundings
 from tests.sync.chains import ORGANISER
 from tests.sync.swarm_cases import in_swarm, small_config
-from tests.sync.test_choosing_history import Surroundings
 
 
 def test_all_peers_have_it_from_the_same_step_on_also_who_comes_later(tmp_path: Path) -> None:

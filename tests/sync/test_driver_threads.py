@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,16 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Commit, Prevote
 from spes_p2p.consensus.parts import PartClasses
-from spes_p2p.consensus.vote_record import VoteRecord, prevote
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.tasks import Tasks
 from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
-from tests.simulation.sim_state import FakeSealer
 from tests.sync.swarm_cases import commits, in_swarm, small_config
 
 T = TypeVar("T")
@@ -92,36 +87,6 @@ def test_the_state_machine_is_asked_on_the_loop_alone(folder: Path, monkeypatch:
 
     in_swarm(folder, play, small_config(peers=4))
     assert called == set()
-
-
-def test_a_vote_that_is_given_while_another_history_is_taken_up_is_never_given_twice(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who comes back to the manifest that it left then is a new incarnation, without a vote there."""
-    left: list[Hash] = []
-    switch = Chain.switch
-
-    async def play(swarm: MemorySwarm) -> None:
-        def voting(chain: Chain, line: Sequence[Commit]) -> None:
-            """As if a deadline had passed in the middle of it."""
-            core = peer(swarm, "d").driver.core
-            if chain is peer(swarm, "d").chain:
-                assert core.state.record == VoteRecord(core.tip_hash)
-                vote = Prevote(core.state.rules.fingerprint, core.tip_hash, 1, NIL)
-                record = prevote(core.state.record, FakeSealer(core.me).seal(vote))
-                core.state.round.vote.record = record
-                peer(swarm, "d").votes.write(record)
-                left.append(record.parent)
-            switch(chain, line)
-
-        monkeypatch.setattr(Chain, "switch", voting)
-        await switch_of(swarm, "d")
-        votes = peer(swarm, "d").votes
-        before = votes.incarnation
-        votes.arrive(left[0])
-        assert votes.incarnation > before
-
-    in_swarm(folder, play, small_config(peers=4))
 
 
 def test_who_hands_in_again_in_another_life_is_not_counted_with_its_old_work(folder: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, DegradedVote, Precommit, Seal
+from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, Precommit, Seal
 from spes_p2p.consensus.rules import Outcome, derived
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
-from spes_p2p.exchange.requests import ChainPart, ChainRequest, HashesRequest, pack_request, unpack_request
+from spes_p2p.exchange.requests import ChainPart, ChainRequest, unpack_request
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Tile, Values
@@ -80,25 +80,24 @@ def test_a_newcomer_with_other_arithmetic_gets_a_newer_state_when_the_organiser_
 class FormerElectors:
     """Has rounds that nobody else has, signed by those whom genesis names, and none of their states."""
 
-    def __init__(self, swarm: MemorySwarm, genesis: Commit, child: Commit, kind: str, rounds: int) -> None:
+    def __init__(self, swarm: MemorySwarm, genesis: Commit, child: Commit, rounds: int) -> None:
         self.rules = swarm.rules
-        self.signers = [member.peer for member in electors(genesis.manifest.members)][: 1 if kind == DEGRADED else None]
-        self.line = [genesis, self.signed(replace(child.manifest, state_root=sha256(b"nowhere")), kind)]
-        self.kind, self.rounds = kind, rounds
+        self.signers = [member.peer for member in electors(genesis.manifest.members)]
+        self.line = [genesis, self.signed(replace(child.manifest, state_root=sha256(b"nowhere")))]
+        self.rounds = rounds
 
-    def signed(self, manifest: Manifest, kind: str) -> Commit:
+    def signed(self, manifest: Manifest) -> Commit:
         name, parent, run = manifest_hash(manifest), manifest.parent, manifest.fingerprint
-        ballot, heard = (0, ()) if kind == QUORUM else (-1, tuple(self.signers))
-        word = Precommit(run, parent, 0, name) if kind == QUORUM else DegradedVote(run, parent, heard, -1, name)
+        word = Precommit(run, parent, 0, name)
         seals = [KeySealer(FakeKeys().signer(peer)).seal(word) for peer in self.signers]
         whole = tuple(Seal(seal.author, seal.public_key, seal.signature) for seal in seals)
-        return Commit(Certificate(parent, kind, ballot, name, heard, whole), manifest)
+        return Commit(Certificate(parent, QUORUM, 0, name, whole), manifest)
 
     def goes_on(self) -> None:
         parent = self.line[-1].manifest
         outcome = Outcome((), (), sha256(b""), parent.state_root, None, ledger=parent.ledger)
         child = derived(self.rules, parent, outcome, parent.members, parent.ownership)
-        self.line.append(self.signed(child, self.kind))
+        self.line.append(self.signed(child))
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         raise RemoteProtocolError("no calls here")
@@ -112,18 +111,18 @@ class FormerElectors:
         return Blob(pack(ChainPart(tuple(pack(commit) for commit in self.line[asked.first : asked.first + 2]))))
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [(DEGRADED, 2), (QUORUM, 2), (QUORUM, 50), (QUORUM, 10**9)])
+@pytest.mark.parametrize("rounds", [2, 50, 10**9])
 def test_rounds_that_former_electors_sign_keep_no_newcomer_out(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rounds: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
-    """One without a state asks them first; one elector is enough for rounds without a quorum."""
+    """One without a state asks them first."""
 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start("abc")
         await swarm.until_round(5)
         await swarm.kill_organiser()
         genesis, child = commits(swarm)[:2]
-        liar = FormerElectors(swarm, genesis, child, kind, rounds)
+        liar = FormerElectors(swarm, genesis, child, rounds)
         await swarm.network.peer("liar").transport.serve(liar)
         ghost: Any = SimpleNamespace(is_up=True, joined=False, name=PeerId("liar"))
         swarm.peers = {ghost.name: ghost, **swarm.peers}
@@ -135,56 +134,6 @@ def test_rounds_that_former_electors_sign_keep_no_newcomer_out(
         await until(counts(swarm, "late"))
         del swarm.peers[ghost.name]
         check_agreement(swarm)
-        await swarm.start_organiser()
-
-    in_swarm(folder, play)
-
-
-class HasTheState(FormerElectors):
-    """Gives a child of genesis that one elector alone has signed, and its state: that of the others' newest round."""
-
-    def __init__(self, swarm: MemorySwarm) -> None:
-        (genesis, child, *_, newest) = commits(swarm)
-        super().__init__(swarm, genesis, child, DEGRADED, 2)
-        self.newest = newest.manifest
-        self.line[1] = self.signed(replace(child.manifest, state_root=self.newest.state_root), DEGRADED)
-        self.transport = swarm.network.peer("liar").transport
-
-    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        asked = unpack_request(request)
-        if isinstance(asked, ChainRequest):
-            return await super().on_fetch(caller, request)
-        if isinstance(asked, HashesRequest):
-            request = pack_request(replace(asked, round=self.newest.round))
-        header, data = await self.transport.fetch(PeerId("a"), request, 10.0, 2**30)
-        return Blob(data, header)
-
-
-def test_one_elector_alone_is_not_believed_while_others_have_a_quorum(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where it is asked first, and has the state of its round."""
-    taken: list[Commit | None] = []
-    fetch = joining.Settling._fetch_instead
-
-    async def told(settling: joining.Settling, tip: Commit, reasons: list[str]) -> Commit | None:
-        taken.append(await fetch(settling, tip, reasons))
-        return taken[-1]
-
-    async def play(swarm: MemorySwarm) -> None:
-        await swarm.start("abc")
-        await swarm.until_round(5)
-        await swarm.kill_organiser()
-        liar = HasTheState(swarm)
-        await liar.transport.serve(liar)
-        ghost: Any = SimpleNamespace(is_up=True, joined=False, name=PeerId("liar"))
-        swarm.peers = {ghost.name: ghost, **swarm.peers}
-        monkeypatch.setattr(joining.Settling, "_is_stranger", lambda settling, peer: peer != ghost.name)
-        monkeypatch.setattr(joining.Settling, "_fetch_instead", told)
-        monkeypatch.setattr(joining, "InitialState", OtherArithmetic)
-        await swarm.add("late")
-        assert [commit and commit.certificate.kind for commit in taken] == [QUORUM]
-        del swarm.peers[ghost.name]
         await swarm.start_organiser()
 
     in_swarm(folder, play)

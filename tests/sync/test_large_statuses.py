@@ -16,24 +16,25 @@ import pytest
 
 from spes_p2p.consensus.bounds import MAX_COUNT, MAX_TRAINED_SECONDS, MAX_UPLINK
 from spes_p2p.consensus.content import Content, Envelope
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE, Member
 from spes_p2p.consensus.messages import Ballots, Intent, Signed, Status, Work
+from spes_p2p.consensus.rules import RunRules, genesis_manifest
 from spes_p2p.consensus.sizes import MAX_CONTENT_BYTES, most_members
 from spes_p2p.consensus.state import MAX_NEWCOMERS
 from spes_p2p.consensus.statuses import MOST_LACKED
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.keys import MAX_KEY_BYTES, MAX_SIGNATURE_BYTES
 from spes_p2p.swarm.memory_backend import FakeSigner
 from spes_p2p.sync.organising import organiser
-from spes_p2p.sync.organising.renewer import members_of
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.wire import pack
 from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
+from tests.sync.around import Surroundings
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
-from tests.sync.test_choosing_history import Surroundings
 from tests.sync.test_vouching import FAST, Organising, newest, until
 
 HONEST = "abc"
@@ -102,10 +103,11 @@ class Crowd:
         said = Status(
             self.swarm.info.fingerprint, PeerId("replaced"), INCARNATION, self.sequence, core.tip.round,
             core.tip_hash, self.work, intent,
-            Ballots(LARGEST, LARGEST, LARGEST, LARGEST, sha256(b"value"), LARGEST),
+            Ballots(LARGEST, LARGEST, LARGEST, LARGEST),
             plan=sha256(b"another plan"), reports=bytes(slices), staged=bytes(slices), proposal=LARGEST,
             lacks=tuple(sha256(bytes([at])) for at in range(MOST_LACKED)),
-            unheard=tuple(sorted(core.state.electors)), moved=LARGEST, life=LARGEST,
+            unheard=tuple(sorted(core.state.electors)), moved=LARGEST, life=LARGEST, counted=LARGEST, roll=LARGEST,
+            silent=tuple(sorted(member.peer for member in core.tip.members)),
         )  # fmt: skip
         for name in self.names:
             yield KeySealer(self.swarm.network.keys.signer(name)).seal(replace(said, peer=name, **self.more))
@@ -170,7 +172,7 @@ def test_twenty_keys_with_the_largest_statuses_and_larger_ones_stop_no_round(
         crowd = Crowd(swarm, keys(20), work)
         await begun(swarm, around)
         names = tuple(PeerId(f"{at:04}".ljust(128, "x")) for at in range(1024))
-        larger = Crowd(swarm, keys(20), work, {"unheard": names}, at_once=10)
+        larger = Crowd(swarm, keys(20), work, {"silent": names, "unheard": names}, at_once=10)
         async with crowd.speaking(HONEST), larger.speaking(HONEST):
             await until(lambda: {*crowd.names} <= {member.peer for member in newest(swarm, "a").members})
             stood = newest(swarm, "a").round
@@ -190,7 +192,11 @@ def test_a_thousand_members_with_the_largest_statuses_stop_no_round(
     """They are here from genesis on; all say that they have trained, and none hands it in."""
     names = keys(1000 - len(HONEST))
     crowd_of_genesis = [Member(name, INCARNATION, False, LINK_PRIVATE) for name in names]
-    monkeypatch.setattr(organiser, "members_of", lambda statuses: [*members_of(statuses), *crowd_of_genesis])
+
+    def crowded(rules: RunRules, root: Hash, members: list[Member], *more: Any) -> Manifest:
+        return genesis_manifest(rules, root, [*members, *crowd_of_genesis], *more)
+
+    monkeypatch.setattr(organiser, "genesis_manifest", crowded)
 
     async def play(swarm: MemorySwarm) -> None:
         around, crowd = Surroundings(swarm), Crowd(swarm, names, READY, beat_seconds=3.0)

@@ -40,9 +40,9 @@ from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.wire import pack
 from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.simulation.virtual_time import run_virtual
+from tests.sync.around import Surroundings
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import in_swarm, small_config
-from tests.sync.test_choosing_history import Surroundings
 from tests.sync.test_vouching import VOUCHED, Organising, begun
 
 VISITOR = "a visitor"
@@ -68,7 +68,7 @@ class Signers:
         assert proof is not None
         said = Witness(self.info.fingerprint, self.manifest.round, name)
         vote = Precommit(self.info.fingerprint, self.manifest.parent, 2, name)
-        certificate = Certificate(vote.parent, QUORUM, vote.ballot, name, (), seals_of(vote, votes)) if votes else None
+        certificate = Certificate(vote.parent, QUORUM, vote.ballot, name, seals_of(vote, votes)) if votes else None
         return Receipt(
             self.info, self.roll if self.others else None, Shown.of(self.manifest),
             self.ledger.of(self.worker.peer_id), proof, certificate, seals_of(said, witnesses),

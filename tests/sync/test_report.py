@@ -15,7 +15,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.data.held import Coverage, Held
 from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.requests import unpack_request
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key, words_key
@@ -23,7 +23,6 @@ from spes_p2p.swarm.vitals import LEAVING, LEFT, Vitals
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
-from spes_p2p.sync.histories import Side
 from spes_p2p.sync.organiser_words import ending
 from spes_p2p.sync.report import FRESH_SECONDS, LIVE_SECONDS, RunReport, read_report
 from spes_p2p.wire import pack
@@ -120,7 +119,7 @@ def test_a_run_in_progress_with_its_signatures_checked(tmp_path: Path) -> None:
         return await scene.report()
 
     report = run_virtual(main())
-    assert (report.certificate, report.checked, report.degraded) == ("quorum", True, False)
+    assert (report.certificate, report.checked, report.renewal) == ("quorum", True, False)
     assert (report.round, report.seals, report.electors, report.head_age_seconds) == (2, 1, 1, 9.0)
     assert {peer.peer: peer.state for peer in report.peers} == {A: "member", NEWCOMER: "joining", B: "left"}
     assert report.uncovered == ()
@@ -182,22 +181,6 @@ def test_who_has_left_is_not_said_to_join_and_does_nothing_any_more(tmp_path: Pa
     assert states == {A: ("member", 40.0, (0,)) if phase == LEAVING else ("left", 0.0, (0,)), B: ("left", 0.0, ())}
 
 
-@pytest.mark.parametrize("faults", ["crash", "byzantine"])
-def test_signatures_are_checked_by_the_rule_of_the_run(tmp_path: Path, faults: str) -> None:
-    """Where electors may lie, nobody but the organiser goes on without a quorum."""
-
-    async def main() -> RunReport:
-        scene = Scene(tmp_path, f"swarm.faults={faults}")
-        parent, child = scene.run.chain(2)
-        alone = scene.run.degraded(child.manifest)
-        await scene.announce_run()
-        await scene.announce_head(alone)
-        await scene.serve([parent, alone])
-        return await scene.report()
-
-    assert run_virtual(main()).checked == (faults == "crash")
-
-
 def test_a_member_that_says_nothing_is_silent(tmp_path: Path) -> None:
     async def main() -> RunReport:
         scene = Scene(tmp_path)
@@ -237,69 +220,6 @@ def test_certificates_that_nobody_can_prove_are_not_called_checked(tmp_path: Pat
     assert run_virtual(main()).checked is False
 
 
-def test_a_degraded_certificate_is_said_to_be_one(tmp_path: Path) -> None:
-    async def main() -> RunReport:
-        scene = Scene(tmp_path)
-        commit = scene.run.chain(2)[-1]
-        await scene.announce_run()
-        await scene.announce_head(replace(commit, certificate=replace(commit.certificate, kind="degraded", heard=(A,))))
-        return await scene.report()
-
-    report = run_virtual(main())
-    assert (report.certificate, report.degraded, report.checked) == ("degraded", True, False)
-
-
-class TwoHistories(Scene):
-    """Round 2 was committed twice; `a` is at round 6, `b` at round 4 of another history, signed by `signer`."""
-
-    def __init__(self, folder: Path, signer: PeerId = A) -> None:
-        super().__init__(folder)
-        self.ours = self.run.chain(7)
-        self.theirs = self.ours[:2]
-        for round in range(2, 5):
-            manifest = self.run.child(self.theirs[-1].manifest, sha256(b"other %d" % round), sha256(b"wire"))
-            self.theirs.append(self.run.certified(manifest, signer))
-
-    async def begin(self, b_serves: bool = True) -> None:
-        await self.announce_run()
-        await self.serve(self.ours)
-        if b_serves:
-            await self.serve(self.theirs, B)
-        await self.announce_head(self.ours[6])
-        await self.announce_head(self.theirs[4], 30, B)
-        await self.announce_head(self.ours[3], 60, NEWCOMER)
-
-
-def test_who_stands_on_another_history_is_told_from_who_is_behind(tmp_path: Path) -> None:
-    async def main() -> tuple[RunReport, TwoHistories]:
-        scene = TwoHistories(tmp_path)
-        await scene.begin()
-        return await scene.report(), scene
-
-    report, scene = run_virtual(main())
-    [fork] = report.forks
-    tokens = scene.ours[1].manifest.tokens
-    child = scene.ours[2].certificate.manifest.hex()
-    assert (fork.round, fork.parent) == (1, scene.ours[1].certificate.manifest.hex())
-    assert fork.sides[child] == Side(child, "quorum", 6, 5, 5 * tokens, 1, 1, (A, NEWCOMER), NOW - 9)
-    child = scene.theirs[2].certificate.manifest.hex()
-    assert fork.sides[child] == Side(child, "quorum", 4, 3, 3 * tokens, 1, 1, (B,), NOW - 30)
-    assert (report.round, report.to_json()["forks"][0]["round"]) == (6, 1)
-
-
-@pytest.mark.parametrize(("signer", "b_serves"), [(B, True), (A, False)], ids=["made up", "not to be had"])
-def test_another_history_that_is_not_proved_is_passed_over(tmp_path: Path, signer: PeerId, b_serves: bool) -> None:
-    """Of one that no elector of the common manifest has signed, or that nobody gives, nothing is said."""
-
-    async def main() -> RunReport:
-        scene = TwoHistories(tmp_path, signer)
-        await scene.begin(b_serves)
-        return await scene.report()
-
-    report = run_virtual(main())
-    assert (report.round, report.checked, report.forks) == (6, True, ())
-
-
 def test_nobody_in_the_directory_is_a_clear_error(tmp_path: Path) -> None:
     async def main() -> None:
         await asyncio.sleep(0)
@@ -307,3 +227,20 @@ def test_nobody_in_the_directory_is_a_clear_error(tmp_path: Path) -> None:
 
     with pytest.raises(NetworkError, match="announces no run"):
         run_virtual(main())
+
+
+@pytest.mark.parametrize(("age_seconds", "missing"), [(1.0, ()), (FRESH_SECONDS + 5, (A,))])
+def test_who_is_missing_for_a_quorum_is_named(tmp_path: Path, age_seconds: float, missing: tuple[PeerId, ...]) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        parent, child = scene.run.chain(2)
+        renewal = scene.run.renewal(child.manifest)
+        await scene.announce_run()
+        await scene.announce_peer(A, age_seconds)
+        await scene.announce_head(renewal)
+        await scene.serve([parent, child, renewal])
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert (report.certificate, report.renewal, report.checked) == ("renewal", True, True)
+    assert (report.needed, report.missing) == (1, missing)

@@ -21,8 +21,8 @@ from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.wire import pack
 from tests.simulation.memory_swarm import ORGANISER, MemorySwarm
 from tests.simulation.pretend_peer import PretendWork
+from tests.sync.around import Surroundings
 from tests.sync.swarm_cases import in_swarm, small_config
-from tests.sync.test_choosing_history import Surroundings
 
 VOUCHED = small_config("swarm.electors=vouched", "swarm.min_peers=3")
 FAST = PretendWork(step_seconds=0.1)
@@ -119,7 +119,7 @@ def test_strangers_without_anybody_who_may_vote_commit_nothing(tmp_path: Path) -
         stood = {name: newest(swarm, name).round for name in strangers}
         with_votes = newest(swarm, "a").round
         driver = swarm.peers[PeerId("c")].driver
-        await asyncio.sleep(3 * driver.core.state.pace.degraded_wait_seconds())
+        await asyncio.sleep(3 * driver.core.state.rules.renew_after_seconds)
         assert newest(swarm, "a").round > with_votes + 3
         assert all(newest(swarm, name).round <= stood[name] + 1 for name in strangers)
         swarm.network.heal()

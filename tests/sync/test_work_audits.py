@@ -20,8 +20,8 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.surroundings import Text
 from tests.simulation.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from tests.simulation.pretend_peer import PretendWork
+from tests.sync.around import Surroundings
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config
-from tests.sync.test_choosing_history import Surroundings
 from tests.sync.test_clipping import alike
 from tests.sync.test_vouching import Organising, until, voters
 

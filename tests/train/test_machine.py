@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from spes_p2p.consensus.manifest import Contribution, Manifest
-from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.consensus.rules import Outcome, child_manifest, renewed_manifest
 from spes_p2p.data.leases import Leases, count
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.train.machine import GIVEN_AWAY, TRANSITIONS, TrainerMachine
+from spes_p2p.train.machine import GIVEN_AWAY, LEFT_BEHIND, TRANSITIONS, TrainerMachine
 from spes_p2p.train.stages import (
     Action,
     Begin,
@@ -20,7 +20,6 @@ from spes_p2p.train.stages import (
     Depart,
     Event,
     GoAhead,
-    GoOver,
     Leave,
     Load,
     Place,
@@ -96,7 +95,7 @@ def test_what_is_not_in_the_table_is_refused(stage: Stage, event: type) -> None:
     events: dict[type, Event] = {
         Begin: Begin(GENESIS, True), StepMade: StepMade(TOKENS, BATCH), RoundEnded: RoundEnded(), GoAhead: GoAhead(),
         Leave: Leave(), Committed: Committed(GENESIS, True, None, True, frozenset()),
-        Switched: Switched(GENESIS, True, None, 0),
+        Switched: Switched(GENESIS, True, 0),
     }  # fmt: skip
     if (stage, event) in TRANSITIONS:
         machine.handle(events[event])
@@ -236,11 +235,11 @@ def test_who_is_not_named_any_more_stands_aside_until_it_is() -> None:
     assert load.rebase is None
 
 
-def test_another_history_that_parted_earlier_is_begun_as_it_is() -> None:
+def test_another_history_is_begun_as_it_is() -> None:
     machine = started()
     train(machine, 2)
-    said, lease, load = machine.handle(Switched(after(GENESIS, None), True, None, 5))
-    assert said == Say(f"{2 * TOKENS + 5:,} of this peer's own tokens are lost with the old history")
+    said, lease, load = machine.handle(Switched(after(GENESIS, None), True, 5))
+    assert said == Say(f"{2 * TOKENS + 5:,} tokens of yours do not count: {LEFT_BEHIND}")
     assert isinstance(lease, UseLease)
     assert isinstance(load, Load)
     assert (load.rebase, machine.own.uncounted) == (None, Uncounted())
@@ -249,68 +248,24 @@ def test_another_history_that_parted_earlier_is_begun_as_it_is() -> None:
 def test_another_history_that_does_not_name_this_peer_leaves_nothing_of_its_work() -> None:
     machine = started()
     train(machine, 2)
-    said, aside = machine.handle(Switched(after(GENESIS, None), False, None, 0))
-    assert said == Say(f"{2 * TOKENS:,} of this peer's own tokens are lost with the old history")
+    said, aside = machine.handle(Switched(after(GENESIS, None), False, 0))
+    assert said == Say(f"{2 * TOKENS:,} tokens of yours do not count: {LEFT_BEHIND}")
     assert isinstance(aside, StandAside)
     assert (machine.own.uncounted, machine.turn) == (Uncounted(), None)
 
 
-@pytest.mark.parametrize(
-    ("since", "ahead", "at_once", "made"),
-    [(2, 0, False, 2), (4, 0, False, 3), (1, 1, False, 3), (0, 0, True, 0), (0, 1, True, 1)],
-)
-def test_how_many_steps_of_the_round_are_made_when_work_goes_over(
-    since: int, ahead: int, at_once: bool, made: int
-) -> None:
-    """What was made on top of the undone round is of this one, which is over where steps were made ahead of the next.
-
-    Where that it was made and that it is undone is heard of at once, there is only what was made ahead.
-    """
-    machine = started(replace(RULES, overlaps=True))
-    train(machine, 2)
-    machine.handle(RoundEnded())
-    ready = contribution(machine)
-    if not at_once:
-        commit(machine, ready, is_degraded=True)
-        train(machine, since)
-        machine.handle(RoundEnded())
-    machine.handle(GoAhead())
-    train(machine, ahead)
-    winner = replace(after(GENESIS, None), steps_per_round=3)
-    *_, load = machine.handle(Switched(winner, True, winner, 0 if at_once else ready.tokens, at_once))
-    assert isinstance(load, Load)
-    assert isinstance(load.rebase, GoOver)
-    assert load.own_steps == machine.own.steps == made
-
-
-@pytest.mark.parametrize("since", [0, 1])
-def test_what_a_round_without_a_quorum_counted_goes_over_to_the_history_that_won(since: int) -> None:
+@pytest.mark.parametrize("is_renewal", [True, False])
+def test_work_crosses_a_renewal_whole_and_the_round_is_not_trained_again(is_renewal: bool) -> None:
     machine = started()
     train(machine, 2)
     machine.handle(RoundEnded())
-    ready = contribution(machine)
-    commit(machine, ready, is_degraded=True)
-    train(machine, since)
-    winner = after(GENESIS, None)
-    said, lease, load = machine.handle(Switched(winner, True, winner, ready.tokens))
-    kept = 2 + since
-    assert said == Say(f"{kept * TOKENS:,} of this peer's own tokens are kept for the next round to count")
-    assert lease == UseLease(Place(winner.leases.of(A), kept * BATCH))
+    turn = turn_of(machine)
+    renewed = renewed_manifest(RUN.rules, turn.manifest, [A])
+    *_, load = commit(machine, None, newest=renewed, child=renewed, is_renewal=is_renewal)
     assert isinstance(load, Load)
-    blocks = load.turn.blocks
-    assert load.rebase == GoOver(frozenset(tile.id for tile in RUN.layout.tiles), blocks, blocks, at_once=False)
-    assert (machine.own.uncounted, load.own_steps) == (Uncounted(kept * TOKENS, kept), since)
-
-
-def test_what_both_histories_counted_counts_once() -> None:
-    machine = started()
-    train(machine, 2)
-    machine.handle(RoundEnded())
-    ready = contribution(machine)
-    commit(machine, ready, is_degraded=True)
-    winner = after(GENESIS, ready)
-    machine.handle(Switched(winner, True, winner, ready.tokens))
-    assert (machine.own.uncounted, machine.own.place) == (Uncounted(), Place(winner.leases.of(A), 0))
+    assert load.rebase == Rebase(frozenset(tile.id for tile in RUN.layout.tiles))
+    assert machine.own.uncounted == Uncounted(2 * TOKENS, 2)
+    assert load.own_steps == machine.own.steps == (2 if is_renewal else 0)
 
 
 def test_a_checkpoint_is_gone_on_from_in_the_middle_of_its_round() -> None:

@@ -53,11 +53,11 @@ function showHeader(state) {
   const notice = by("notice");
   notice.hidden = !(source && source.error) || Boolean(state.replay);
   if (source && source.error) notice.textContent = `Nobody has answered for ${span(state.now - source.since)}: ${source.error}. What is shown is what was known.`;
-  const forks = (state.head && state.head.forks) || [];
-  by("forks").hidden = !forks.length || Boolean(state.replay);
-  by("forks").textContent = forks.map(lines => lines.join("\n")).join("\n\n");
-  const degraded = state.rounds.degraded.reduce((sum, one) => sum + one, 0);
-  by("footer").textContent = `spes-p2p ${state.program}` + (state.run ? ` · fingerprint ${state.run.fingerprint.slice(0, 16)}` : "") + (degraded ? ` · ${degraded} rounds without a majority` : "");
+  const waiting = (state.head && state.head.waiting) || "";
+  by("waiting").hidden = !waiting || Boolean(state.replay);
+  by("waiting").textContent = waiting;
+  const renewals = state.rounds.renewals.reduce((sum, one) => sum + one, 0);
+  by("footer").textContent = `spes-p2p ${state.program}` + (state.run ? ` · fingerprint ${state.run.fingerprint.slice(0, 16)}` : "") + (renewals ? ` · ${renewals} renewals` : "");
 }
 
 function tile(name, value, small, kind) {
@@ -86,7 +86,7 @@ function showTiles(state) {
     tile("peers", state.replay ? peers.length : `${live.length}`, state.replay ? "in the files" : `of ${peers.filter(one => (one.role || one.state) !== "bootstrap" && one.state !== "gone" && one.state !== "left").length} known`),
     ...((head.columns || []).length ? [tile("experts", `${head.columns.length - orphans} / ${head.columns.length}`, orphans ? `${orphans} without an owner` : "all have an owner", orphans ? "bad" : "")] : []),
     ...(head.data ? [dataTile(head.data, state)] : []),
-    tile("certificate", head.at ? span(state.now - head.at) : "–", head.degraded ? `DEGRADED, ${proof}` : proof || "newest round", head.degraded ? "warn" : ""),
+    tile("certificate", head.at ? span(state.now - head.at) : "–", head.renewal ? "renewal, by the organiser" : proof || "newest round", head.renewal ? "warn" : ""),
   );
 }
 
@@ -177,7 +177,7 @@ function showPeers(state, isShown) {
   }));
 }
 
-const BAD = ["left", "lost", "banned", "silent", "connection", "fork", "error"], WARN = ["degraded", "organiser", "experts", "warning", "pause"];
+const BAD = ["left", "lost", "banned", "silent", "connection", "fork", "error"], WARN = ["renewal", "waiting", "experts", "warning", "pause"];
 
 function showEvents(state, isShown) {
   const chosen = by("event-filter"), kinds = [...new Set(state.events.map(event => event.kind))].sort();

@@ -1,7 +1,8 @@
 """The bootstrap node as others meet it: makes genesis when enough peers have come; from then on its driver answers.
 
 Without the organiser's key it is a mirror: it is given genesis, signs nothing, and does all else. It trains nothing;
-what it does in a run that has begun is its seat's business (see `seat`), and the run goes on without it.
+what it does in a run that has begun is its seat's business (see `seat`), and the run goes on without it, but for
+renewals (see `renewing`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.consensus.content import Envelope
+from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Commit, Status
+from spes_p2p.consensus.renewing import known_link_class
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.sizes import most_members
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
@@ -21,7 +24,6 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_same_run, sign_genesis
-from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
 from spes_p2p.sync.organising.seat import Duty, Seat, vouch_fix
 from spes_p2p.sync.sealing import SIGNATURES
 from spes_p2p.sync.tasks import Tasks
@@ -53,13 +55,11 @@ class Organiser:
         self._has_asked = False
         self._door = Door(SIGNATURES, self.chain.names, node.clock)
         self._tasks = Tasks(seat.fatal)
-        self._renewer = Renewer(seat)
         self._serving = Serving(run.info, self.chain, files.store, lambda parent, first, count: None, data=files.data)
 
     async def start(self) -> None:
         """Begins to answer."""
         await self._node.transport.serve(self, self.chain.names)
-        self._tasks.spawn(self._renewer.run_for_ever())
         if self.chain.length:
             self.seat.take()
 
@@ -157,7 +157,8 @@ class Organiser:
         order = sorted(self._waiting, key=lambda peer: (not may_vote(peer), peer))[: most_members(self._run.rules) - 1]
         statuses = [self._waiting[peer].status for peer in sorted(order)]
         root = self._files.store.version(0).root
-        members, wishes = members_of(statuses), wishes_of(statuses)
+        members = [Member(s.peer, s.incarnation, True, known_link_class(s), not s.intent.serving) for s in statuses]
+        wishes = {s.peer: OwnershipRequest(s.intent.max_columns, s.intent.claims, s.intent.releases) for s in statuses}
         if self.seat.duty is Duty.SERVER:
             members.append(self.seat.member)
             wishes[self._node.me] = OwnershipRequest(0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Admission, Member
-from spes_p2p.consensus.messages import Intent
+from spes_p2p.consensus.messages import RENEWAL, Intent
 from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.files import NODE_FOLDER, in_folder
 from spes_p2p.ids import PeerId
@@ -124,9 +124,15 @@ class Seat:
         role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
         disk.keeps_states = self.duty is not Duty.CERTIFICATES
         driver = build_driver(self.run, self.node, disk, role, self)
-        driver.hide_status(self.duty is Duty.CERTIFICATES)
+        self._hide(driver)
         await driver.start()
         return driver
+
+    def _hide(self, driver: Driver) -> None:
+        """Without states a node does not say where it stands, or others come for one: but on a renewal all have it."""
+        commit = driver.core.state.own.commit
+        is_renewal = commit is not None and commit.certificate.kind == RENEWAL
+        driver.hide_status(self.duty is Duty.CERTIFICATES and not is_renewal)
 
     async def _disk(self) -> Disk:
         store, chain = self.files.store, self.files.chain
@@ -174,6 +180,8 @@ class Seat:
 
     def applied(self, event: Applied) -> None:
         self._said.clear()
+        if self.driver is not None:
+            self._hide(self.driver)
         if self.driver is not None and not self.driver.core.state.is_member():
             self._gone.set()
 

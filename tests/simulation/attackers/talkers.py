@@ -10,12 +10,12 @@ from typing import ClassVar
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
-    DEGRADED,
+    RENEWAL,
     Ballots,
     Certificate,
     Commit,
-    DegradedVote,
     Intent,
+    Renewal,
     Seal,
     Signed,
     Status,
@@ -128,11 +128,11 @@ def _chain(liar: Liar, parent: Manifest) -> Iterator[Commit]:
 
 
 def _own_commit(liar: Liar, parent: Manifest) -> Commit:
-    """An empty child with a degraded certificate that the liar alone has signed."""
+    """An empty child with a renewal's certificate that the liar alone has signed."""
     outcome = Outcome((), (), sha256(), parent.state_root, None, roll=parent.roll, ledger=parent.ledger)
     child = child_manifest(liar.driver.core.state.rules, parent, outcome, parent.members, {})
     head, name = manifest_hash(parent), manifest_hash(child)
     sealer = KeySealer(liar.network.keys.signer(liar.name))
-    signed = sealer.seal(DegradedVote(child.fingerprint, head, (liar.name,), -1, name))
+    signed = sealer.seal(Renewal(child.fingerprint, head, name))
     seal = Seal(liar.name, signed.public_key, signed.signature)
-    return Commit(Certificate(head, DEGRADED, -1, name, (liar.name,), (seal,)), child)
+    return Commit(Certificate(head, RENEWAL, 0, name, (seal,)), child)
