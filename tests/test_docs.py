@@ -192,7 +192,7 @@ TOLD: dict[type, dict[str, str]] = {
         "its peer id": "peer",
         "your addresses": "addresses",
         "the version of the program": "version",
-        "which rounds": "round counted roll",
+        "which rounds": "round",
         "steps": "step",
         "tokens": "tokens",
         "speed": "tokens_per_second",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -56,36 +57,40 @@ from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
 from spes_p2p.wire import pack, unpack
+from tests.simulation.explorer import run_schedule
+from tests.simulation.sim import Network, Weather, World
 from tests.simulation.sim_state import FakeSealer, initial_state, root_of, run_rules
-from tests.simulation.small_world import SmallWorld
 
 LIAR = PeerId("p2")
-MOST_BEATS = 12
 
 
 def walk_until(wanted: Callable[[Consensus], object], seed: int = 0) -> Consensus:
-    """One of the first two peers of a small world, as soon as it is as `wanted`."""
-    world, chance = SmallWorld(), random.Random(seed)
-    state = world.start(2)
-    while True:
-        for local in world.locals_of(state)[:2]:
-            if local.core is not None and wanted(local.core):
-                core: Consensus = world.snapshots.clone(local).core
-                return core
-        is_stuck = state.beats >= MOST_BEATS  # too few are left, and nobody has the key
-        state = world.start(2) if is_stuck or world.is_known(state) else chance.choice(world.successors(state))[1]
+    """One of the first two of three peers, in a round with losses, as soon as it is as `wanted`."""
+    for number in itertools.count(8 * seed):
+        world = World(number, 3, 0, 1, Weather(loss=0.2))
+        while world.newest().round == 0:
+            world.step()
+            for peer in world.up()[:2]:
+                if peer.core is not None and wanted(peer.core):
+                    return peer.core
+    raise AssertionError
 
 
 @pytest.fixture(scope="module")
 def said() -> list[Envelope]:
-    """All messages of a round in which losses and crashes made everybody say all there is to say."""
-    world = SmallWorld()
-    chance = random.Random(3)
-    for _ in range(12):
-        state = world.start(3)
-        while not world.is_over(state) and state.beats < MOST_BEATS:
-            state = chance.choice(world.successors(state))[1]
-    return [thing for thing in world.things if isinstance(thing, Envelope)]
+    """All messages of runs in which losses and crashes made everybody say all there is to say."""
+    messages: list[Envelope] = []
+
+    class Heard(Network):
+        def send(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
+            messages.append(envelope)
+            super().send(sender, to, envelope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "network_class", Heard)
+        for seed in range(3):
+            run_schedule(seed, only="votes")
+    return messages
 
 
 @pytest.fixture

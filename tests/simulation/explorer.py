@@ -82,14 +82,14 @@ def run_schedule(
     world, kind = plan_run(seed, core_class, only)
     world.say = say
     world.at(kind.mended_seconds, end_faults, world, random.Random(seed ^ 0xE4D))
-    _run(world, until=lambda: world.now > kind.mended_seconds)
+    run_until(world, until=lambda: world.now > kind.mended_seconds)
     if not world.result.extinct:
         goal = world.newest().round + ROUNDS_AFTER_FAULTS
-        _run(world, until=lambda: _arrived(world, goal))
+        run_until(world, until=lambda: has_arrived(world, goal))
     return kind.name, _conclude(world)
 
 
-def _run(world: World, until: Callable[[], bool]) -> None:
+def run_until(world: World, until: Callable[[], bool]) -> None:
     events, check_at = 0, world.now + CHECK_SECONDS
     while not until() and not world.result.extinct:
         if not world.step():
@@ -102,7 +102,7 @@ def _run(world: World, until: Callable[[], bool]) -> None:
             raise Violation("stall", f"{events} events without an end")
 
 
-def _arrived(world: World, goal: int) -> bool:
+def has_arrived(world: World, goal: int) -> bool:
     """Everybody who runs stands on a late enough manifest of one chain."""
     staying = [peer for peer in world.up() if not peer.intent.leaving]
     return all(peer.disk.tip.round >= goal for peer in staying) and world.is_one_history()

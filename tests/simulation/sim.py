@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.machine import Consensus
@@ -142,6 +143,7 @@ class World:
     faults: ClassVar[Faults] = Faults.CRASH
     poisoned: ClassVar[float] = 0.02
     """How likely one block of a snapshot is not finite."""
+    network_class: ClassVar[type[Network]] = Network
     liars: Mapping[PeerId, type[Consensus]] = {}
     """Who does not keep to the protocol, and what it runs in its place."""
 
@@ -182,7 +184,7 @@ class World:
         """From then on no more faults come: before, somebody may come back who can go on."""
         self._adopted: set[Hash] = set()
         self.say: Callable[[str], None] | None = None
-        self.network = Network(self)
+        self.network = self.network_class(self)
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._tie = itertools.count()
         self._incarnations = itertools.count(1)
@@ -232,6 +234,14 @@ class World:
 
     def next_incarnation(self) -> int:
         return next(self._incarnations)
+
+    def dies_before(self, peer: SimPeer, action: do.Action) -> bool:
+        """Whether this action is the one that a planned crash waits for."""
+        planned = peer.crash_after
+        if type(action) not in planned:
+            return False
+        planned[type(action)] -= 1
+        return planned[type(action)] == 0
 
     def machine_of(self, name: PeerId) -> type[Consensus]:
         """What decides for a peer."""

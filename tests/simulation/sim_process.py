@@ -107,19 +107,13 @@ class SimProcess:
     def new_incarnation(self) -> int:
         return self._world.next_incarnation()
 
-    def handled(self) -> None:
-        """Nothing hangs on it."""
-
     def before(self, action: do.Action) -> None:
         """Dies where that is planned."""
         if self._world.say is not None:
             tell_story(self._world.tell, self._name, action)
-        planned = self._peer.crash_after
-        if type(action) in planned:
-            planned[type(action)] -= 1
-            if planned[type(action)] == 0:
-                self._peer.crash()
-                raise Died
+        if self._world.dies_before(self._peer, action):
+            self._peer.crash()
+            raise Died
 
     def wrote(self, before: VoteRecord, record: VoteRecord) -> None:
         """Springs the traps that wait for a vote."""

@@ -223,7 +223,6 @@ class SymbolDispatcher(Dispatcher):
         self._around = around
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
-        self._around.handled()
         receivers = [action.to for action in actions if isinstance(action, do.Send)]
         if len(set(receivers)) < len(receivers):
             raise Violation("storm", f"{self.core.me} sends two envelopes to one peer for one event: {receivers}")

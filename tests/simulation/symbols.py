@@ -108,9 +108,6 @@ class Surroundings(Protocol):
     def finds_work(self, entry: Contribution) -> str | None:
         """What comes of looking at this work."""
 
-    def handled(self) -> None:
-        """The consensus has taken an event in."""
-
     def before(self, action: do.Action) -> None:
         """`action` is about to be begun. Raises Died."""
 

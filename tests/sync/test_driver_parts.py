@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -10,80 +9,87 @@ import pytest
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.manifest import manifest_hash
-from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.sync.dispatcher import RETRY_HEARTBEATS, Dispatcher
 from tests.simulation.sim import Weather, World
-from tests.simulation.small_peer import Local, SmallSurroundings, small_step
-from tests.simulation.small_world import SmallWorld
-from tests.simulation.symbol_driver import SymbolDriver
+from tests.simulation.sim_peer import SimPeer
+from tests.simulation.sim_process import SimProcess
 
 
-def asked_for(kind: type[do.Action]) -> tuple[SmallWorld, Local, int]:
-    """A peer of a small world whose `Consensus` has asked for such work, and which piece of its work that is."""
-    world, chance = SmallWorld(), random.Random(1)
-    world.quick = False
-    state = world.start(0)
-    while True:
-        for local in world.locals_of(state):
-            for at, work in enumerate(local.todo):
-                if isinstance(work, kind):
-                    mine: Local = world.snapshots.clone(local)
-                    return world, mine, at
-        state = world.start(0) if world.is_over(state) else chance.choice(world.successors(state, ()))[1]
+def asked_for(kind: type[do.Work]) -> tuple[SimPeer, do.Work]:
+    """A peer whose `Consensus` has just asked for such work, and nobody else is up any more."""
+    asked: list[tuple[SimPeer, do.Work]] = []
+    real = SimProcess.begin_work
+
+    def noted(self: SimProcess, action: do.Work) -> None:
+        if isinstance(action, kind):
+            asked.append((self._peer, action))
+        real(self, action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimProcess, "begin_work", noted)
+        long_run(lambda world: bool(asked))
+    peer, work = asked[0]
+    for other in peer.world.up():
+        if other is not peer:
+            other.crash()
+    return peer, work
 
 
-def core_of(local: Local) -> Consensus:
-    assert local.core is not None
-    return local.core
+def core_of(peer: SimPeer) -> Consensus:
+    assert peer.core is not None
+    return peer.core
 
 
-def finish(world: SmallWorld, local: Local, at: int) -> None:
+def finish(peer: SimPeer, work: do.Work) -> None:
     """The work ends, and nobody gives anything for it."""
-    small_step(world.table.setting, world.snapshots, local, lambda: 0, ("work", at))
+    assert peer.process is not None
+    driver = peer.process.driver
+    under_way = driver.work(work)
+    while driver.go_on(under_way) is not None:
+        pass
 
 
-def disk_was_full(local: Local) -> None:
+def disk_was_full(peer: SimPeer) -> None:
     """All work that was asked for is asked for again."""
-    core = core_of(local)
-    core.handle(on.DiskFull(local.disk.record or VoteRecord(core.tip_hash)), 0.0)
+    core = core_of(peer)
+    core.handle(on.DiskFull(peer.disk.record or VoteRecord(core.tip_hash)), 0.0)
     core.handle(on.DiskHasRoom(), 0.0)
 
 
-def lose_all(local: Local) -> None:
+def lose_all(peer: SimPeer) -> None:
     """Nothing that was staged is on its disk any more."""
-    local.disk.staged.clear()
-    local.disk.finished.clear()
+    peer.disk.staged.clear()
+    peer.disk.finished.clear()
 
 
 def test_a_verification_that_nobody_waits_for_is_nobodys_failure() -> None:
     """It would be held against the proposal that is verified by then."""
-    world, local, at = asked_for(do.Verify)
-    disk_was_full(local)
-    lose_all(local)
-    finish(world, local, at)
-    assert not core_of(local).state.round.unfit
+    peer, work = asked_for(do.Verify)
+    disk_was_full(peer)
+    lose_all(peer)
+    finish(peer, work)
+    assert not core_of(peer).state.round.unfit
 
 
 def test_a_verification_that_fails_is_told() -> None:
-    world, local, at = asked_for(do.Verify)
-    lose_all(local)
-    finish(world, local, at)
-    assert core_of(local).state.round.unfit
+    peer, work = asked_for(do.Verify)
+    lose_all(peer)
+    finish(peer, work)
+    assert core_of(peer).state.round.unfit
 
 
 def test_a_build_that_nobody_waits_for_takes_no_slice_away() -> None:
-    world, local, at = asked_for(do.Build)
-    core = core_of(local)
-    disk_was_full(local)
+    peer, work = asked_for(do.Build)
+    core = core_of(peer)
+    disk_was_full(peer)
     assert core.state.round.plan is not None
     staged: dict[Key, bytes] = {piece.key: b"staged again" for piece in core.state.round.plan.value.slices}
     core.state.round.staged = dict(staged)
-    lose_all(local)
-    finish(world, local, at)
+    lose_all(peer)
+    finish(peer, work)
     assert core.state.round.staged == staged
 
 
@@ -113,19 +119,3 @@ def test_a_simulated_peer_does_not_know_when_its_disk_has_room_again() -> None:
         while peer.is_full or peer.disk.tip.round < round + 3:
             assert world.step()
     assert sum(tried) >= 2
-
-
-def test_a_commit_is_judged_when_it_is_decided_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the simulations, where it may never come to the disk of who has decided for it."""
-    world, local, _ = asked_for(do.Adopt)
-    core, taken = core_of(local), list[Commit]()
-    around = SmallSurroundings(world.table.setting, world.snapshots, local, lambda: 0)
-    monkeypatch.setattr(around.judge, "saw_taken", lambda peer, child, guard: taken.append(child))
-    decided, core.state.round.decided = core.state.round.decided, None
-    driver = SymbolDriver(core, local.disk, around)
-    core.state.round.decided = decided
-    for one in (driver, driver, SymbolDriver(core, local.disk, around)):
-        one.dispatcher.carry_out(())
-    assert taken == [decided]
-    assert decided is not None
-    assert manifest_hash(decided.manifest) in around.judge.known

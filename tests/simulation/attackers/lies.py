@@ -1,23 +1,12 @@
-"""A small world of four electors of whom one lies, with `swarm.faults: byzantine`, for the exhaustive search.
-
-python -m tests.simulation.liar_world --lies 1 --place 0
-
-The liar has a true `Consensus`, takes part like everybody, and falls silent whenever it likes. Beside that it signs
-what an honest elector never would, and shows it to one of the others or to all: `Lies` has the list. It knows at once
-whatever anybody knows. A lie, a message that it withholds, tiles that it does not hand out, and its silence for good
-count as one fault each. To keep the search small everything else comes in one order; a lie to a peer can come before
-anything that happens to that peer, which is all that makes a difference to it.
-"""
+"""All that one elector may sign that an honest one never would, given all that anybody knows: see `chooser`."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 from spes_p2p.consensus.content import Content, Envelope
-from spes_p2p.consensus.electorate import NIL, Faults
+from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
@@ -43,14 +32,8 @@ from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.ids import Hash, PeerId, sha256
-from tests.simulation.exhaustive import Found, Search
-from tests.simulation.exhaustive import Report as SearchReport
-from tests.simulation.judge import Violation
 from tests.simulation.sim_state import FakeSealer
-from tests.simulation.small_peer import Local
-from tests.simulation.small_world import LOSE, Event, Happening, SmallWorld, State
 
-ELECTORS = 4
 UNKNOWN = sha256(b"what nobody has made")
 
 
@@ -227,160 +210,3 @@ class Lies:
 
 def _seals(votes: tuple[Signed[Precommit] | Signed[Renewal], ...]) -> tuple[Seal, ...]:
     return tuple(Seal(vote.author, vote.public_key, vote.signature) for vote in votes)
-
-
-class LiarWorld(SmallWorld):
-    """Four electors, of whom the one that leads ballot `place` lies."""
-
-    def __init__(self, place: int, core_class: type[Consensus] = Consensus) -> None:
-        super().__init__(ELECTORS, core_class, electors_may=Faults.BYZANTINE)
-        started = self.table.locals[self.start(0).locals[0]].core
-        assert started is not None
-        self.electorate = started.state.electorate
-        self.liar = self.names.index(self.electorate.order[place])
-        self.table.setting.content.liars.add(self.names[self.liar])
-        self.honest = [peer for peer in range(ELECTORS) if peer != self.liar]
-        self.told: set[str] = set()
-        """The kinds of lies that made a difference."""
-        self._lies = Lies(self.names[self.liar], self.rules)
-        self._whole: set[tuple[int, ...]] = set()
-
-    # ---------------------------------------------------------------- what must hold, of those who do not lie
-
-    def is_over(self, state: State) -> bool:
-        return bool(state.commits) and all(local.disk.chain for local in self._honest(state))
-
-    def is_known(self, state: State) -> bool:
-        if not state.commits:
-            return False
-        cores = [local.core for local in self._honest(state) if local.core is not None]
-        return all(core.tip.round > 0 or core.state.round.decided is not None for core in cores)
-
-    def is_lost(self, state: State) -> bool:
-        return False  # `check` sees to it that those who do not lie have it
-
-    def check(self, state: State) -> None:
-        """What is committed is whole on the disks of all of its quorum that do not lie; and nobody of them gives up."""
-        if state.locals in self._whole:
-            return
-        self._whole.add(state.locals)
-        honest = self._honest(state)
-        for at in state.commits:
-            commit = self.things[at]
-            holders = sum(local.disk.holds(commit.manifest) for local in honest)
-            if commit.certificate.kind != QUORUM:
-                raise Violation("degraded", "a commit was made without a quorum")
-            if holders < self.electorate.quorum - 1:
-                raise Violation("whole", f"a commit is whole on {holders} disks of those who do not lie")
-        for local in honest:
-            core = local.core
-            if local.disk.incarnation != 1 or core is None or core.state.round.vote.is_mute:
-                raise Violation("gave up", f"{local.name} was made to give up its vote")
-
-    def _honest(self, state: State) -> list[Local]:
-        return [self.table.locals[state.locals[peer]] for peer in self.honest]
-
-    # ---------------------------------------------------------------- what can happen
-
-    def successors(self, state: State, kinds: tuple[str, ...] = ()) -> list[tuple[Event, State]]:
-        """The one thing that comes next, and before it whatever the liar may do to whom it befalls."""
-        self.check(state)
-        happening = self._next(state)
-        event = happening.event if happening else ("beat",)
-        after = self._after(state, happening) if happening else self._beat(state)
-        found: list[tuple[Event, State]] = [(event, after)]
-        if not state.faults or (happening and (happening.step.plain or happening.step.quiet)):
-            return found
-        spent = state._replace(faults=state.faults - 1, beats=0)
-        if happening is not None and happening.peer == self.liar:
-            dead = self.table.dead(state.locals[self.liar])
-            return [*found, (("silent",), self._died(spent, self.liar, dead))]
-        if happening is not None:
-            found += self._withheld(spent, happening, kinds)
-        receivers = self.honest if happening is None else [happening.peer]
-        return found + [lie for peer in receivers for lie in self._lies_to(spent, peer)]
-
-    def _next(self, state: State) -> Happening | None:
-        deliveries = list(self._deliveries(state))
-        for happening in deliveries:
-            if happening.step.plain or happening.step.quiet:
-                return happening
-        return next(self._works(state), None) or next(iter(deliveries), None)
-
-    def _withheld(self, spent: State, happening: Happening, kinds: tuple[str, ...]) -> Iterator[tuple[Event, State]]:
-        """A message that does not come; and work for which the liar gives nothing."""
-        word, first, second = happening.event
-        if word == "deliver" and (LOSE in kinds or self._pairs[first][0] == self.liar):
-            links = list(spent.links)
-            links[first] = links[first][1:]
-            yield ("lose", first, second), spent._replace(links=tuple(links))
-        elif word == "work":
-            silent = spent.locals[: self.liar], self.table.dead(spent.locals[self.liar]), spent.locals[self.liar + 1 :]
-            without = spent._replace(locals=(*silent[0], silent[1], *silent[2]))
-            brought = self._brought(without, first, second)
-            step = self.table.step(spent.locals[first], first, ("work", second, *brought))
-            if step != happening.step:
-                yield ("refuses", first, second), self._after(spent, Happening(happening.event, first, step))
-
-    def _lies_to(self, spent: State, peer: int) -> Iterator[tuple[Event, State]]:
-        """Each lie to this peer alone, and to all."""
-        receiver = self.table.locals[spent.locals[peer]].core
-        everybody = [local.core for local in self.locals_of(spent) if local.core is not None]
-        if receiver is None or receiver.tip.round > 0:
-            return
-        for told, envelope in self._lies.for_peer(receiver, [core for core in everybody if core.tip.round == 0]):
-            message = self.table.id_of(envelope)
-            alone = self._told(spent, [peer], told, message)
-            if alone is None:
-                continue
-            self.told.add(told.split()[0])
-            yield ("lie", told, self.names[peer]), alone
-            to_all = self._told(spent, self.honest, told, message)
-            if to_all is not None:
-                yield ("lie", told, "all"), to_all
-
-    def _told(self, spent: State, peers: list[int], told: str, message: int) -> State | None:
-        """None where the lie changes nothing."""
-        after = spent
-        for peer in peers:
-            try:
-                step = self.table.receive(after.locals[peer], peer, message)
-                if not step.plain:
-                    after = self._apply(after, peer, step)
-            except Violation as violation:
-                told_to = f"as {self.names[self.liar]} {told} to {self.names[peer]}"
-                raise Violation(violation.kind, f"{violation.args[0]} {told_to}") from violation
-        return None if after == spent else after
-
-
-def search(
-    place: int,
-    lies: int,
-    core_class: type[Consensus] = Consensus,
-    kinds: tuple[str, ...] = (),
-    most_states: int = sys.maxsize,
-) -> tuple[SearchReport, set[str]]:
-    """All that a liar that leads ballot `place` can do with `lies` faults; the kinds that told. Raises Found."""
-    world = LiarWorld(place, core_class)
-    return Search(world, lies, kinds).run(most_states), world.told
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Every lie of one of four electors in one round.")
-    parser.add_argument("--lies", type=int, default=1)
-    parser.add_argument("--place", type=int, choices=range(ELECTORS), default=0, help="the ballot that the liar leads")
-    parser.add_argument("--losses", action="store_true", help="messages among the others may be lost, too")
-    parser.add_argument("--most-states", type=int, default=sys.maxsize)
-    options = parser.parse_args()
-    try:
-        kinds = (LOSE,) if options.losses else ()
-        report, told = search(options.place, options.lies, kinds=kinds, most_states=options.most_states)
-    except Found as found:
-        sys.stdout.write(f"{found}\n")
-        return 1
-    sys.stdout.write(f"{report}\nlies that told: {sorted(told)}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
