@@ -39,6 +39,7 @@ LONGEST = (
     "tests/consensus/test_explorer.py",
     "tests/swarm/test_kill_anywhere.py",
     "tests/swarm/test_life_of_a_swarm.py",
+    "tests/swarm/test_histories.py",
     "tests/simulation/test_chooser.py",
     "tests/cli/test_processes.py",
     "tests/swarm/",

@@ -53,8 +53,10 @@ class Quorum(Part):
         return waiting_text(self._state.tip.round, len(electorate.order), electorate.quorum, missing)
 
     def _waits(self) -> bool:
-        """Whether this peer has done its part of the round."""
+        """Whether this peer has done its part of the round, and no other history is coming here."""
         intent = self._own.intent
+        if self._state.round.heavier is not None:
+            return False
         return self._state.round.work.ready or (intent.joining and not self._state.is_member())
 
     def _is_wanting(self, now: float) -> bool:

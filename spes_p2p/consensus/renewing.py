@@ -77,7 +77,7 @@ class Renewing(Part):
                 others.short_since = None
             return False
         others.counted_since = None
-        if not any(self._waiting(admission, now)):
+        if not any(self._waiting(now)):
             return False
         others.short_since = now if others.short_since is None else others.short_since
         return now - others.short_since >= deadline or self._all_have_gone(now)
@@ -111,14 +111,13 @@ class Renewing(Part):
         is_here = status.head == self._state.tip_hash and status.incarnation == incarnation
         return status if is_here and status.intent.can_vote and not status.intent.leaving else None
 
-    def _waiting(self, admission: Admission, now: float) -> Iterable[Status]:
-        """Trusted peers that are READY or ask to join; who only serves is always READY, and so waits for nobody."""
+    def _waiting(self, now: float) -> Iterable[Status]:
+        """Peers that are READY or ask to join; who only serves is always READY, and so waits for nobody."""
         members = {member.peer: member.incarnation for member in self._state.tip.members}
         for status in self._contacts.living(now):
-            trusted = admission.may_vote(status.peer) and not admission.is_banned(status.peer)
             is_member = members.get(status.peer) == status.incarnation
             waits = status.work.ready if is_member else status.intent.joining
-            if trusted and waits and not status.intent.serving and not status.intent.leaving and status.round >= 0:
+            if waits and not status.intent.serving and not status.intent.leaving and status.round >= 0:
                 yield status
 
     def _all_have_gone(self, now: float) -> bool:
@@ -133,7 +132,7 @@ class Renewing(Part):
         """Trusted members that stand on the tip and are heard, and whom each does not hear."""
         found: dict[PeerId, frozenset[PeerId]] = {}
         for member in self._state.tip.members:
-            if not admission.may_vote(member.peer) or admission.is_banned(member.peer):
+            if not _is_trusted(admission, member.peer):
                 continue
             if member.peer == self._me:
                 if self._state.is_member() and self._own.intent.can_vote and not self._own.intent.leaving:
@@ -151,13 +150,16 @@ class Renewing(Part):
         return chosen
 
     def _newcomers(self, admission: Admission, now: float) -> list[Member]:
-        """Trusted peers that have the state, and would take part; as many as there is room for."""
+        """Trusted peers that have the state, and would take part, this node with them; as many as there is room for."""
         room = most_members(self._rules) - len(self._state.tip.members)
         able = [
             Member(status.peer, status.incarnation, True, known_link_class(status), not status.intent.serving)
             for status in self._contacts.joining(now)
-            if admission.may_vote(status.peer) and not admission.is_banned(status.peer)
+            if _is_trusted(admission, status.peer)
         ]
+        mine = self._own.intent
+        if mine.joining and mine.can_vote and not mine.leaving and not self._state.is_member():
+            able.append(Member(self._me, self._own.incarnation, True, mine.link_class, not mine.serving))
         return able[: max(0, room)]
 
     def _step_back(self, admission: Admission, now: float) -> None:
@@ -165,7 +167,7 @@ class Renewing(Part):
         if self._own.keeps_states or self._state.round.following:
             return
         oldest = self._state.tip.round - MOST_ROUNDS_BACK
-        waiting = (status for status in self._waiting(admission, now) if status.round >= oldest)
+        waiting = (s for s in self._waiting(now) if s.round >= oldest and _is_trusted(admission, s.peer))
         below = [status for status in waiting if self._contacts.is_behind(status)]
         if not below:
             self._others.lighter.clear()
@@ -178,7 +180,8 @@ class Renewing(Part):
 
     def _tell_who_is_lacking(self, admission: Admission, now: float) -> None:
         """A person must help. The node says it once for each text."""
-        strangers = sorted(s.peer for s in self._contacts.joining(now) if not admission.may_vote(s.peer))
+        waiting = (status.peer for status in self._waiting(now) if not admission.is_banned(status.peer))
+        strangers = sorted(peer for peer in waiting if not admission.may_vote(peer))
         if strangers:
             whom = ", ".join(short(peer) for peer in strangers[:6])
             text = f"the run can go on when somebody is here who may vote: vouch for one of {whom} (spes-p2p run vouch)"
@@ -197,6 +200,10 @@ def signed_renewal(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Com
     signed = sealer.seal(Renewal(manifest.fingerprint, manifest.parent, name))
     seal = Seal(organiser, signed.public_key, signed.signature)
     return Commit(Certificate(manifest.parent, RENEWAL, 0, name, (seal,)), manifest)
+
+
+def _is_trusted(admission: Admission, peer: PeerId) -> bool:
+    return admission.may_vote(peer) and not admission.is_banned(peer)
 
 
 def known_link_class(status: Status) -> int:

@@ -200,8 +200,8 @@ class TrainingLoop:
         why: Note | Warning = Note("this peer is in; it trains from the end of the running round on")
         if (lost := self.connection.lost_round()) is not None:
             why = Warning(
-                f"no answering node has the state of round {lost}, the newest: it is lost unless a former peer comes "
-                "back; a bootstrap node with --archive DIR continues from the state that it keeps"
+                f"no node that answers has the state of round {lost}, the newest: the run goes on when a peer that has "
+                "it is back, or from an older state when the organiser's node finds nobody"
             )
         elif not self.connection.others():
             why = Warning("no member of the run answers: the run is on hold until one comes back")

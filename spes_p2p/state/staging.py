@@ -41,13 +41,15 @@ class Staging:
         parent: Version | None,
         publish: Callable[[Staging], Version],
         finished: Version | None = None,
+        outlives: bool = False,
     ) -> None:
-        """`finished`: what a folder from before a restart holds."""
+        """`finished`: what a folder from before a restart holds. `outlives`: see `StateStore.stage`."""
         self.folder = folder
         self.round = round
         self.layout = layout
         self.parent = parent
         self._publish = publish
+        self.outlives = outlives
         self.finished = finished
         """The version as it will be published, once `finish` was called."""
         self._resumed = finished is not None

@@ -106,13 +106,21 @@ class StateStore:
         staged = Version(target, round, self.layout)
         return Staging(target, round, self.layout, None, self._publish, staged).publish()
 
-    def stage(self, round: int, parent_round: int | None, label: str = "", parent: Version | None = None) -> Staging:
+    def stage(
+        self,
+        round: int,
+        parent_round: int | None,
+        label: str = "",
+        parent: Version | None = None,
+        outlives: bool = False,
+    ) -> Staging:
         """A new empty staging for `round`, whose tiles default to those of the parent version (None: no default).
 
         `parent`: that version, where it is none of the store's.
 
         Replaces an earlier staging of this round and label. Different labels let several proposals for one round be
-        staged beside each other; publishing one of them discards the others.
+        staged beside each other; publishing one of them discards the others, and those of rounds before, save for one
+        that `outlives` this.
         """
         if parent is None and parent_round is not None:
             parent = self.version(parent_round)
@@ -120,7 +128,7 @@ class StateStore:
             self._stagings.pop((round, label)).discard()
         folder = self.directory / (f"staging-{round:08d}" + (f"-{label}" if label else ""))
         with storing(folder, 0):
-            staging = Staging(folder, round, self.layout, parent, self._publish)
+            staging = Staging(folder, round, self.layout, parent, self._publish, outlives=outlives)
         self._stagings[round, label] = staging
         return staging
 
@@ -135,9 +143,10 @@ class StateStore:
         if staging is not None:
             staging.discard()
 
-    def staged_rounds(self) -> tuple[int, ...]:
-        """The rounds of which stagings are here."""
-        return tuple(sorted({round for round, _ in self._stagings}))
+    @property
+    def stagings(self) -> tuple[Staging, ...]:
+        """Those that are here, in the order of rounds."""
+        return tuple(one for _, one in sorted(self._stagings.items()))
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The bytes with this hash, wire or state, in any staging or version that is here: for serving.
@@ -220,10 +229,11 @@ class StateStore:
         for folder, round in _folders_in(self.directory):
             if round < staging.round and round not in self._versions:  # of `problems`
                 remove_folder(folder)
-        for round_label in [at for at in self._stagings if at[0] <= staging.round]:
-            other = self._stagings.pop(round_label)
-            if other is not staging:
-                other.discard()
+        for round_label, other in list(self._stagings.items()):
+            if other is staging or (round_label[0] <= staging.round and not other.outlives):
+                del self._stagings[round_label]
+                if other is not staging:
+                    other.discard()
         return version
 
 

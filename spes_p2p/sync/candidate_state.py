@@ -29,6 +29,8 @@ NamedTile = tuple[int, TileData, Hash]
 _LABELS = ("", "beside")
 FETCHED = "fetched"
 """The label of a state that is fetched whole, by hash, beside the round's own stagings."""
+OTHER = "other"
+"""The label of one of another history: we go on with ours while it comes, be its round ours or an earlier one."""
 
 
 @dataclass(eq=False)
@@ -203,7 +205,7 @@ def wire_tiles(slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Ha
 
 def staged_state(store: StateStore, round: int, root: Hash) -> Staging | None:
     """The finished staging with this root."""
-    for label in (*_LABELS, FETCHED):
+    for label in (*_LABELS, FETCHED, OTHER):
         staging = store.staged(round, label)
         if staging is not None and staging.finished is not None and staging.finished.root == root:
             return staging

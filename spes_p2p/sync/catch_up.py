@@ -26,7 +26,7 @@ from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.candidate_state import FETCHED
+from spes_p2p.sync.candidate_state import FETCHED, OTHER
 from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.genesis import RunInfo
@@ -79,7 +79,8 @@ class CatchUp:
     _in_thread: InThread
 
     def __post_init__(self) -> None:
-        self._under_way: tuple[Hash, int, Staging] | None = None
+        self._under_way: dict[str, tuple[Hash, int, Staging]] = {}
+        """By label."""
         self._replaying: Staging | None = None
         self._replayed: Staging | None = None
 
@@ -89,17 +90,10 @@ class CatchUp:
         Raises HistoryDiverged where its history is another one than ours.
         """
         await self._extend(action.holder, self._chain.length, action.round + MOST_BEYOND)
-        newest = self._announced(action)
+        newest = _announced(self._chain, action)
         if newest is None or newest.manifest.round <= tip_round:
             raise NetworkError(f"{short(action.holder)} has nothing after round {tip_round}")
         return newest
-
-    def _announced(self, action: CatchUpAction) -> Commit | None:
-        """What the holder said that it stands on, else the newest: it may know certificates whose state nobody has."""
-        at_round = self._chain.find(action.round)
-        if at_round is not None and at_round.certificate.manifest == action.head:
-            return at_round
-        return self._chain.newest
 
     async def headers_instead(self, tip_round: int, holder: PeerId, most: int) -> Commit:
         """The newest commit that `holder` has, with all before it on disk, for who has not even the tip's state.
@@ -187,7 +181,7 @@ class CatchUp:
         """
         await self._in_thread(partial(self._chain.switch, theirs))
         await self._extend(action.holder, self._chain.length, action.round + MOST_BEYOND)
-        return self._announced(action) or theirs[-1]
+        return _announced(self._chain, action) or theirs[-1]
 
     async def _last_common(self, holder: PeerId, newest: int) -> Commit:
         """The last commit whose manifest both have, looking back in growing strides; as the holder gives it.
@@ -210,10 +204,14 @@ class CatchUp:
 
         Donors keep a state that we have begun with. Starting again with every new round would never end.
         """
-        if self._under_way is None or self._under_way[1] != base_round:
+        if FETCHED not in self._under_way or self._under_way[FETCHED][1] != base_round:
             return newest
-        root, _, staging = self._under_way
-        if not base_round < staging.round < newest.manifest.round or not staging.begun or not self._is_here(staging):
+        root, _, staging = self._under_way[FETCHED]
+        if (
+            not base_round < staging.round < newest.manifest.round
+            or not staging.begun
+            or not _is_here(self._store, staging)
+        ):
             return newest
         begun = self._chain.find(staging.round)
         try:
@@ -222,13 +220,15 @@ class CatchUp:
             return newest
         return begun if begun is not None and begun.manifest.state_root == root else newest
 
-    async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Fetched:
+    async def state(
+        self, manifest: Manifest, base_round: int, holders: Sequence[PeerId], label: str = FETCHED
+    ) -> Fetched:
         """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders.
 
         What is in another version or in a checkpoint on this disk is not fetched. Where what the rounds since
         handed out is less than what differs, that is fetched instead. Raises StorageFull, TileDamaged.
         """
-        done = self._store.staged(manifest.round, FETCHED)
+        done = self._store.staged(manifest.round, label)
         if done is not None and done.finished is not None and done.finished.root == manifest.state_root:
             return done  # what should have followed found no room
         steps = self._steps(base_round, manifest)
@@ -239,15 +239,15 @@ class CatchUp:
         base, root = self._store.version(base_round), manifest.state_root
         same = base.root == root  # a round without work, or a renewal: nobody needs to be asked
         theirs = base.tile_hashes if same else await self._transfers.hash_list(holders, root, manifest.round)
-        staging = self._staging(manifest, base_round)
+        staging = self._staging(manifest, base_round, label)
         pairs = enumerate(zip(base.tile_hashes, theirs, strict=True))
         differ = [at for at, (mine, other) in pairs if mine != other or at in base.damaged]
         wanted = {tile_id: theirs[tile_id] for tile_id in differ}
         await fill_state(staging, wanted, self._store, self._transfers, holders, self._in_thread)
-        self._under_way = None
+        self._under_way.pop(label, None)
         hashes = await self._in_thread(staging.finish)
         if layout.root_of(hashes) != manifest.state_root:
-            self._store.unstage(manifest.round, FETCHED)
+            self._store.unstage(manifest.round, label)
             raise RemoteProtocolError(f"the state of round {manifest.round} does not hash to its root")
         return staging
 
@@ -314,7 +314,7 @@ class CatchUp:
     def _gone_through(self, steps: Sequence[Manifest]) -> int:
         """How many of the steps an attempt before has done."""
         found = self._replayed
-        if found is None or found.finished is None or not self._is_here(found):
+        if found is None or found.finished is None or not _is_here(self._store, found):
             return 0
         roots = [step.state_root for step in steps]
         return 1 + roots.index(found.finished.root) if found.finished.root in roots else 0
@@ -322,7 +322,9 @@ class CatchUp:
     def _staged_step(self, step: Manifest, parent: Version) -> Staging:
         """That of an attempt before at the same round, else a fresh one."""
         found = self._replaying
-        same = found is not None and found.round == step.round and found.parent is parent and self._is_here(found)
+        same = (
+            found is not None and found.round == step.round and found.parent is parent and _is_here(self._store, found)
+        )
         if found is None or not same or found.finished is not None:
             found = self._store.stage(step.round, None, FETCHED, parent)
         self._replaying = found
@@ -346,24 +348,47 @@ class CatchUp:
         await self._transfers.tiles(missing, holders, take, wire=True, spread=True)
         await self._in_thread(lambda: _merged(layout, staging, step))
 
-    def _staging(self, manifest: Manifest, base_round: int) -> Staging:
+    def _staging(self, manifest: Manifest, base_round: int, label: str) -> Staging:
         """That of an attempt before at the same state, else a fresh one."""
-        before = self._under_way
-        if before is not None and before[:2] == (manifest.state_root, base_round) and self._is_here(before[2]):
+        before = self._under_way.get(label)
+        if (
+            before is not None
+            and before[:2] == (manifest.state_root, base_round)
+            and _is_here(self._store, before[2], label)
+        ):
             return before[2]
-        staging = self._store.stage(manifest.round, base_round, FETCHED)
-        self._under_way = (manifest.state_root, base_round, staging)
+        if label == OTHER:
+            self.drop_other()
+        staging = self._store.stage(manifest.round, base_round, label, outlives=label == OTHER)
+        self._under_way[label] = (manifest.state_root, base_round, staging)
         return staging
 
-    def _is_here(self, staging: Staging) -> bool:
-        """Whether what an attempt before has staged can be gone on with: a full disk, or another try, ends it."""
-        return self._store.staged(staging.round, FETCHED) is staging
+    def drop_other(self) -> None:
+        """What is here of another history's state goes: we stay, or fetch another one."""
+        self._under_way.pop(OTHER, None)
+        for round in {one.round for one in self._store.stagings}:
+            self._store.unstage(round, OTHER)
+
+
+def _announced(chain: Chain, action: CatchUpAction) -> Commit | None:
+    """What the holder said that it stands on, else the newest: it may know certificates whose state nobody has."""
+    at_round = chain.find(action.round)
+    if at_round is not None and at_round.certificate.manifest == action.head:
+        return at_round
+    return chain.newest
+
+
+def _is_here(store: StateStore, staging: Staging, label: str = FETCHED) -> bool:
+    """Whether what an attempt before has staged can be gone on with: a full disk, or another try, ends it."""
+    return store.staged(staging.round, label) is staging
 
 
 class HeadersOnly(CatchUp):
     """Catches up with certificates only, for a node that keeps no states."""
 
-    async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Fetched:
+    async def state(
+        self, manifest: Manifest, base_round: int, holders: Sequence[PeerId], label: str = FETCHED
+    ) -> Fetched:
         return _NoState()
 
 

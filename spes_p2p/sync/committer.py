@@ -16,7 +16,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.columns import lost_columns, tokens_gone
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import RENEWAL, Commit
-from spes_p2p.consensus.place import goes_before, tokens_lost, twins_text
+from spes_p2p.consensus.place import goes_before, twins_text
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, StorageFull, TileDamaged
 from spes_p2p.ids import Hash
@@ -81,12 +81,18 @@ class Committer(Generic[S]):
             await self._applied(commit, commit.manifest)
 
     async def _renew(self, commit: Commit) -> None:
+        tip = self._core.tip
+        is_new = not self._chain.has(commit.certificate.manifest, commit.manifest.round)
+        last = self._chain.length - 1
+        newest = self._chain.commit(last).manifest if last > tip.round else tip
         try:
             await self._history.renew(commit)
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
             self._notice(do.Notice("behind", f"could not take up the renewal yet: {error}"))
             self._tell(on.AdoptFailed())
             return
+        if newest.round > tip.round and is_new:
+            self._tell_of_lost_states(tip, newest)
         await self._applied(commit, commit.manifest)
 
     async def catch_up(self, action: do.CatchUp) -> None:
@@ -96,6 +102,7 @@ class Committer(Generic[S]):
             with self._history.being_fetched():
                 newest, fork = await self._headers(tip, action)
                 if newest is None:
+                    await self._history.stay()
                     self._tell(on.LighterFound(action.head))
                     return
                 if fork is not None:
@@ -153,17 +160,24 @@ class Committer(Generic[S]):
         ours = tuple(self._chain.commit(round) for round in range(common.round + 1, self._core.tip.round + 1))
         fork = replace(fork, ours=ours)
         if not action.is_back and not goes_before(fork.theirs, ours, common, faults):
+            await self._history.stay()
             self._tell(on.LighterFound(action.head))
             return
         await self._history.switch(fork, state)
-        lost = tokens_lost(common, ours)
-        text = f"this peer goes over to round {newest.manifest.round} of a history that counts more: "
-        text += f"{len(ours)} rounds with {lost:,} tokens are left (the two parted after round {common.round})"
-        self._notice(do.Notice("fork", text, action.holder))
+        left = ours[-1].manifest if ours else common
+        if action.is_back:
+            self._tell_of_lost_states(common, left)
+        else:
+            text = f"this peer goes over to round {newest.manifest.round} of a history that counts more: "
+            self._notice(do.Notice("fork", text + _left_text(common, left), action.holder))
         with contextlib.suppress(StorageFull):  # a restart would take it for a newcomer: no vote is given twice
             self._votes.write(VoteRecord(newest.certificate.manifest))
         ledger = self._chain.ledger(newest.manifest.round)
         await self._enter(on.HistorySwitched(newest, ledger), None, fork)
+
+    def _tell_of_lost_states(self, common: Manifest, left: Manifest) -> None:
+        text = f"nobody who is heard has the state of round {left.round}: {_left_text(common, left)}"
+        self._notice(do.Notice("fork", text))
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
@@ -190,3 +204,8 @@ class Committer(Generic[S]):
         self._dispatcher.found_room()
         self._tell(change)
         await follows()
+
+
+def _left_text(common: Manifest, left: Manifest) -> str:
+    rounds, tokens = left.round - common.round, left.tokens - common.tokens
+    return f"{rounds} rounds with {tokens:,} tokens are left (the two parted after round {common.round})"

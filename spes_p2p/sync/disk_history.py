@@ -19,7 +19,7 @@ from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
+from spes_p2p.sync.candidate_state import FETCHED, OTHER, CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
 from spes_p2p.sync.link_speed_check import LinkSpeedCheck
 from spes_p2p.sync.round_log import RoundLog
@@ -87,7 +87,8 @@ class DiskHistory:
         try:
             if is_ours:
                 newest = await self._catching_up.aim(newest, tip, [holder, *others])
-            state = await self._catching_up.state(newest.manifest, tip, [holder, *others])
+            label = FETCHED if is_ours else OTHER
+            state = await self._catching_up.state(newest.manifest, tip, [holder, *others], label)
         finally:
             now, received = self.log.received()
             self._link_speed_check.fetched(received - before, now - began)
@@ -103,6 +104,9 @@ class DiskHistory:
             self._link_speed_check.headers(self.log.received()[0], length - 1, newest)
 
     # ---- going on ----
+
+    async def stay(self) -> None:
+        await self._tasks.in_thread(self._catching_up.drop_other)
 
     def _keep(self, left: Manifest) -> None:
         """The tip of more than a round of work that is left stays as a checkpoint; there is one such at most."""
@@ -194,7 +198,8 @@ class DiskHistory:
         await self._tasks.in_thread(partial(self._drop, in_use | {tip, tip - 1} | states, wires))
 
     def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
-        for round in set(self._store.rounds()) - keep:
+        bases = {one.parent.round for one in self._store.stagings if one.outlives and one.parent is not None}
+        for round in set(self._store.rounds()) - keep - bases:
             self._store.drop(round, keep_wire=round in wires)
         self._store.wires.drop_all_but(wires)
 

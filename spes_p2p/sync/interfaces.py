@@ -217,6 +217,9 @@ class History(Protocol[S]):
     async def switch(self, fork: ForkPoint, state: S) -> None:
         """Another history in the place of ours."""
 
+    async def stay(self) -> None:
+        """What was fetched of another history is not wanted."""
+
     def uplink(self) -> int:
         """As measured, in bytes a second."""
 

@@ -204,7 +204,7 @@ class Settling:
 
     async def _tip(self) -> Commit:
         """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
-        for round in sorted({*self._store.rounds(), *self._store.staged_rounds()}, reverse=True):
+        for round in sorted({*self._store.rounds(), *(one.round for one in self._store.stagings)}, reverse=True):
             tip = self._chain.commit(round) if round < self._chain.length else None
             if tip is None or whole_state(self._store, round, tip.manifest.state_root) is None:
                 continue  # of a history that was left

@@ -245,7 +245,7 @@ def test_no_time_out_has_to_be_guessed() -> None:
     """Deadlines are learnt (`consensus/timing.py`); nobody sets one."""
     words = ("timeout", "deadline", "grace", "patience", "wait", "seconds")
     asked = [path for path, _ in fields_of_tree() if any(word in path for word in words)]
-    assert asked == ["swarm.heartbeat_seconds"]
+    assert asked == ["swarm.heartbeat_seconds", "swarm.renew_after_seconds"]  # a choice: a wait against a renewal
 
 
 def test_unknown_bundled_config_names_the_known_ones() -> None:

@@ -78,7 +78,7 @@ PLANTED: list[tuple[type, str | None, set[str], int]] = [
     (planted.StaysWhereItIs, "node cut", {"stall", "apart"}, 1),
     (planted.NeverRenews, "renewed", {"stall"}, 0),
     (planted.StartsItsWaitAnew, "renewed", {"stall"}, 0),
-    (planted.NamesTheDead, "renewed", {"stall"}, 0),
+    (planted.NamesTheDead, "renewed", {"stall", "apart"}, 0),
     (planted.RenewsTheState, "renewed", {"certificate", "refused"}, 0),
     (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}, 0),
     (planted.ForgetsWhatItFetches, "disk", {"catch-up"}, 11),

@@ -9,11 +9,14 @@ import pytest
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
 from spes_p2p.consensus.membership import Admission, Roll, electors, leader_order
 from spes_p2p.consensus.messages import QUORUM, RENEWAL, Signed
 from spes_p2p.consensus.place import counted_in, place_of
 from spes_p2p.ids import PeerId
+from tests.consensus import planted
+from tests.simulation.attackers.leaders import machine_with
 from tests.simulation.sim import ORGANISER, RENEW_SECONDS, SECOND, Weather, World
 from tests.simulation.sim_peer import SimPeer
 
@@ -30,9 +33,15 @@ class Scene:
     """A world, and what a person would do in it. `node`: the organiser's machine, without states unless it is said."""
 
     def __init__(
-        self, peers: int, node: bool = True, world: type[World] = World, servers: int = 0, keeps_states: bool = False
+        self,
+        peers: int,
+        node: bool = True,
+        world: type[World] = World,
+        servers: int = 0,
+        keeps_states: bool = False,
+        core_class: type[Consensus] = Consensus,
     ) -> None:
-        self.world = world(4, peers, columns=2, replicas=1, weather=Weather(), servers=servers)
+        self.world = world(4, peers, columns=2, replicas=1, weather=Weather(), core_class=core_class, servers=servers)
         if node:
             self.world.add_organiser(keeps_states)
         self.all_reach(2)
@@ -250,10 +259,9 @@ def test_two_friends_of_whom_one_is_gone_for_good_and_no_node() -> None:
 # ---------------------------------------------------------------- disks, keys and links
 
 
-@pytest.mark.parametrize("keeps_states", [False, True])
-def test_a_certified_state_that_only_dead_disks_had(keeps_states: bool) -> None:
-    """The run goes on from the newest state that somebody has."""
-    scene = Scene(3, keeps_states=keeps_states)
+def only_dead_disks_have_a_state(keeps_states: bool, core_class: type[Consensus] = Consensus) -> None:
+    """Fails where the run does not go on."""
+    scene = Scene(3, keeps_states=keeps_states, core_class=core_class)
     scene.apart("p0", "p1")
     before = scene["p2"].disk.tip.round
     scene.until(lambda: scene["p0"].disk.tip.round > before + 1)
@@ -272,6 +280,17 @@ def test_a_certified_state_that_only_dead_disks_had(keeps_states: bool) -> None:
     stays = max((scene["p2"].disk.tip, known.manifest), key=place_of)
     scene.all_agree()
     assert scene.is_on(stays, scene["p2"])
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
+def test_a_certified_state_that_only_dead_disks_had(keeps_states: bool) -> None:
+    """The run goes on from the newest state that somebody has."""
+    only_dead_disks_have_a_state(keeps_states)
+
+
+def test_a_node_that_does_not_step_back_to_a_state_waits_for_ever() -> None:
+    with pytest.raises(AssertionError, match="nothing came of it"):
+        only_dead_disks_have_a_state(False, machine_with(planted.RenewsWhereNobodyStands))
 
 
 def test_a_node_that_is_restored_from_a_week_ago_does_no_harm() -> None:
@@ -380,14 +399,48 @@ def test_a_needless_renewal_in_the_middle_of_a_round_loses_nothing() -> None:
 # ---------------------------------------------------------------- who moves, and when it ends
 
 
-def test_two_sides_that_grow_while_states_take_longer_than_a_round_come_together() -> None:
-    scene = Scene(5)
-    scene.apart(ORGANISER, "p0", "p1")
-    scene.until(lambda: scene.renewals() >= 1)
-    scene.passes(MINUTE)
-    scene.world.fetch_seconds = 4.0 * max(peer.round_seconds for peer in scene.world.up())
+FETCH_SECONDS = 48.0
+
+
+def two_sides_that_grow(core_class: type[Consensus]) -> Callable[[], None]:
+    """Two sides that have counted about as much, grow alike, and meet; states take four rounds to come.
+
+    Fails where they are not one for long.
+    """
+    scene, minority = Scene(5, core_class=core_class), ("p0", "p1")
+    for peer in scene.world.up():
+        peer.step_seconds = 0.5 if peer.name in minority else 3.0
+    scene.apart(ORGANISER, *minority)
+    scene.until(lambda: scene["p0"].disk.tip.counted > scene["p2"].disk.tip.counted)
+    for name in minority:
+        scene[name].step_seconds = 2.0
+    scene.world.fetch_seconds = FETCH_SECONDS
     scene.apart()
-    scene.all_agree()
+    return lambda: scene.until(scene.world.is_one_history, 3 * FETCH_SECONDS)
+
+
+def test_two_sides_that_grow_while_states_take_longer_than_a_round_come_together() -> None:
+    two_sides_that_grow(Consensus)()
+
+
+def test_where_who_goes_over_votes_on_meanwhile_two_sides_that_grow_do_not_meet() -> None:
+    are_one = two_sides_that_grow(machine_with(planted.GrowsWhileItGoesOver))
+    with pytest.raises(AssertionError, match="nothing came of it"):
+        are_one()
+
+
+def test_who_goes_over_to_another_history_waits_for_nobody() -> None:
+    """It votes no more meanwhile, so it would count itself among the missing."""
+    scene = Scene(2, node=False)
+    core = scene["p0"].core
+    assert core is not None
+    core.state.round.heavier = core.state.tip
+    scene.crash("p1")
+    scene.passes(MINUTE)
+    assert scene.told("p0", "waiting") == ""
+    core.state.round.heavier = None
+    scene.passes(MINUTE)
+    assert "p1" in scene.told("p0", "waiting")
 
 
 def test_a_certificate_that_was_withheld_for_twenty_rounds() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import RENEWAL
+from spes_p2p.consensus.messages import QUORUM, RENEWAL
 from spes_p2p.consensus.table import RULE_NAMES
 from tests.simulation.judge import Violation
 from tests.simulation.schedules import end_faults, plan_run
@@ -103,9 +103,14 @@ def run_until(world: World, until: Callable[[], bool]) -> None:
 
 
 def has_arrived(world: World, goal: int) -> bool:
-    """Everybody who runs stands on a late enough manifest of one chain."""
+    """Everybody who runs stands on a late enough manifest of one chain, on which a quorum has committed."""
     staying = [peer for peer in world.up() if not peer.intent.leaving]
-    return all(peer.disk.tip.round >= goal for peer in staying) and world.is_one_history()
+    by_quorum = any(
+        commit.certificate.kind == QUORUM and commit.manifest.round >= goal
+        for peer in staying
+        for commit in peer.disk.chain
+    )
+    return (by_quorum or not staying) and all(p.disk.tip.round >= goal for p in staying) and world.is_one_history()
 
 
 def _conclude(world: World) -> Result:

@@ -41,7 +41,11 @@ JUMP = "jump"
 """The wall clock jumps by `seconds` (real processes only; monotonic clocks go on)."""
 MUTE = "mute"
 """For `seconds` it speaks to nobody but the leader of its round (real processes only)."""
-ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP, MUTE)
+HUSH = "hush"
+"""For `seconds` it speaks to nobody (real processes only)."""
+ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP, MUTE, HUSH)
+WHILE_ARMED = -1
+"""Times: each time while it is armed (real processes only)."""
 
 LEADER_STEPS = ("close", "plan", "build", "proposal")
 MEMBER_STEPS = (
@@ -59,8 +63,9 @@ class Fault:
     """`action` happens to `peer` (to whoever comes first, if empty) when it reaches `step` in `round` or later.
 
     With `to`, only at steps that serve this peer (`failpoints.SERVE`, `failpoints.STREAM`). The first `skip` times that
-    the step is reached go well; `times` faults follow (0: always from then on). With `after`, only in rounds in which
-    the same peer has passed that step: `Fault(COLLECTED, after="plan")` is the leader's, right after its plan.
+    the step is reached go well; `times` faults follow (0: always from then on; see also WHILE_ARMED). With `after`,
+    only in rounds in which the same peer has passed that step, or another fault of that kind has happened to it:
+    `Fault(COLLECTED, after="plan")` is the leader's, right after its plan.
     """
 
     step: str
@@ -163,6 +168,7 @@ class Faults:
                 if not self._claim(fault, peer):
                     continue
                 self._left[fault] -= 1
+                passed.add(fault.action)
                 self.done.append((fault, peer))
                 due.append(fault)
             return due
@@ -194,7 +200,8 @@ FOLDER_VARIABLE = "SPES_P2P_FAULTS_FOLDER"
 class ArmedFaults:
     """A folder shared by the processes of a swarm that says which faults are armed, and which process each has hit.
 
-    A one-time fault must be armed, and hits the first process that reaches its step; a permanent one needs no arming.
+    A one-time fault must be armed, and hits the first process that reaches its step; a permanent one needs no arming,
+    and one WHILE_ARMED is armed and disarmed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -203,6 +210,9 @@ class ArmedFaults:
     def arm(self, fault: Fault) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._path(fault, "armed").touch()
+
+    def is_armed(self, fault: Fault) -> bool:
+        return self._path(fault, "armed").exists()
 
     def disarm(self) -> None:
         """Nothing more happens."""
@@ -234,15 +244,19 @@ class ArmedFaults:
 class ProcessFaults:
     """What faults do to the process that they happen in, once they are armed.
 
-    `jump(seconds)` moves its wall clock, `mute(seconds)` keeps it from speaking.
+    `jump(seconds)` moves its wall clock, `mute(seconds, but_to_leader)` keeps it from speaking.
     """
 
-    def __init__(self, armed_faults: ArmedFaults, jump: Callable[[float], None], mute: Callable[[float], None]) -> None:
+    def __init__(
+        self, armed_faults: ArmedFaults, jump: Callable[[float], None], mute: Callable[[float, bool], None]
+    ) -> None:
         self._armed_faults = armed_faults
         self._jump = jump
         self._mute = mute
 
     def claim(self, fault: Fault, peer: str) -> bool:
+        if fault.times == WHILE_ARMED:
+            return self._armed_faults.is_armed(fault)
         return fault.times != 1 or self._armed_faults.claim(fault, peer)
 
     def __call__(self, fault: Fault, peer: str, facts: Mapping[str, Any]) -> None:
@@ -255,8 +269,8 @@ class ProcessFaults:
                 time.sleep(fault.seconds + (fault.factor - 1) * facts.get("seconds", 0.0))
             case "jump":
                 self._jump(fault.seconds)
-            case "mute":
-                self._mute(fault.seconds)
+            case "mute" | "hush":
+                self._mute(fault.seconds, fault.action == MUTE)
             case _:
                 raise_planted(fault)
 

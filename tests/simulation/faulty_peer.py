@@ -31,30 +31,41 @@ class ShiftedClock:
 
 
 class Mute:
-    """While it lasts, what a driver sends is lost, unless it goes to or comes from the leader of when it began."""
+    """While it lasts, nobody hears of a driver, by its calls or its answers; the leader of its start may."""
 
     def __init__(self) -> None:
         self._until = float("-inf")
+        self._but_to_leader = True
         self._leader: PeerId | None = None
 
-    def last(self, seconds: float) -> None:
-        self._until, self._leader = time.monotonic() + seconds, None
+    def last(self, seconds: float, but_to_leader: bool) -> None:
+        self._until, self._but_to_leader, self._leader = time.monotonic() + seconds, but_to_leader, None
 
     def put_on(self) -> None:
         from spes_p2p.consensus.actions import Send
-        from spes_p2p.sync.driver import Driver
+        from spes_p2p.errors import PeerClosed
+        from spes_p2p.sync.driver import Answers, Driver
 
-        send = Driver.send
+        send, on_call = Driver.send, Answers.on_call
 
         def send_unless_mute(driver: Driver, action: Send) -> None:
             if self._may_speak_to(action.to, driver.core):
                 send(driver, action)
 
+        async def answer_unless_mute(answers: Answers, caller: PeerId, request: bytes) -> bytes:
+            answer = await on_call(answers, caller, request)
+            if not self._may_speak_to(caller, answers._core):
+                raise PeerClosed("it is mute")
+            return answer
+
         Driver.send = send_unless_mute  # type: ignore[assignment, method-assign]
+        Answers.on_call = answer_unless_mute  # type: ignore[assignment, method-assign]
 
     def _may_speak_to(self, peer: PeerId, core: Consensus) -> bool:
         if time.monotonic() >= self._until:
             return True
+        if not self._but_to_leader:
+            return False
         order = core.state.round.order
         self._leader = self._leader or order[core.state.round.vote.ballot % len(order)]
         return self._leader in (peer, core.me)

@@ -178,7 +178,7 @@ def crash_with_amnesia(world: World, chance: random.Random) -> None:
 def crash_of_many(world: World, chance: random.Random) -> None:
     """Most peers die at about the same time; some come back much later, or never."""
     up = world.up()
-    for peer in chance.sample(up, k=max(1, (len(up) + 1) // 2)):
+    for peer in chance.sample(up, k=(len(up) + 1) // 2):
         _plan_restart(peer, chance, amnesia=0.2, death=0.5)
         peer.refuses = chance.random() < 0.7
         world.after(chance.random(), peer.crash)

@@ -38,6 +38,8 @@ from tests.simulation.symbols import (
 
 WRITES = 3
 """Of a state that is fetched, one after the other."""
+MOVED_SECONDS = 1.0
+"""So often some of a state comes that takes long."""
 
 
 class SymbolVotes:
@@ -86,8 +88,11 @@ class SymbolChain:
 class SymbolHistory:
     """The `History` of a simulated peer."""
 
-    def __init__(self, core: Consensus, disk: Disk, chain: SymbolChain, around: Surroundings) -> None:
+    def __init__(
+        self, core: Consensus, disk: Disk, chain: SymbolChain, around: Surroundings, tell: Callable[[on.Event], None]
+    ) -> None:
         self._core = core
+        self._tell = tell
         self._disk = disk
         self._chain = chain
         self._around = around
@@ -164,7 +169,11 @@ class SymbolHistory:
         lacks_it = not theirs.keeps_states and newest.manifest.state_root != self._core.tip.state_root
         if lacks_it and self._core.state.own.keeps_states:
             raise NetworkError(holder)
-        await Pause(self._around.fetch_seconds())
+        left = self._around.fetch_seconds()
+        while left > 0:
+            await Pause(min(left, MOVED_SECONDS))
+            left -= MOVED_SECONDS
+            self._tell(on.BytesMoved())
         state = self._around.judge.known[name].state
         if manifest_hash(theirs.tip) == name and root_of(theirs.state) != newest.manifest.state_root:
             raise Violation("state", f"{holder} serves another state than it committed")
@@ -189,6 +198,9 @@ class SymbolHistory:
     async def _publish(self, line: Sequence[Commit], state: State) -> None:
         self._disk.publish(line, state)
         await Pause(PUBLISHING_SECONDS)
+
+    async def stay(self) -> None:
+        """A fetched state is a symbol, which takes no room."""
 
     async def switch(self, fork: ForkPoint, state: State) -> None:
         self._disk.check_room()
@@ -244,7 +256,7 @@ class SymbolDriver:
         self._around = around
         chain = SymbolChain(disk)
         self.dispatcher = SymbolDispatcher(self, chain, around)
-        self.history = SymbolHistory(core, disk, chain, around)
+        self.history = SymbolHistory(core, disk, chain, around, self.tell)
         self.executor = RoundExecutor(self.dispatcher, SymbolWork(core, disk, around))
         self.committer: Committer[State] = Committer(self.dispatcher, self.history)
 

@@ -99,6 +99,10 @@ class Lab:
             shape = ("tbf", "rate", f"{rate}kbit", "burst", "16kb", "latency", "300ms")
             _run("ip", "netns", "exec", where, "tc", "qdisc", "replace", "dev", device, "root", *shape)
 
+    def move(self, name: str, switch: str) -> None:
+        """A host hangs on another switch from now on."""
+        _ip("-n", self._hub, "link", "set", name, "master", switch)
+
     def _join(self, space: str, name: str, switch: str, address: str) -> None:
         _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", name, "netns", self._hub)
         _ip("-n", self._hub, "link", "set", name, "master", switch, "up")

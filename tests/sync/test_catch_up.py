@@ -21,6 +21,7 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync import catch_up
+from spes_p2p.sync.candidate_state import OTHER
 from spes_p2p.sync.catch_up import CatchUp, HistoryDiverged
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.coding import stage_tile
@@ -126,7 +127,7 @@ class HandedOut(Ahead):
         newest = self.commits[2].manifest
         (await self.catch_up.state(newest, 0, [HOLDER, SECOND])).publish()
         assert self.store.version(2).root == newest.state_root
-        assert self.store.staged_rounds() == ()
+        assert self.store.stagings == ()
 
 
 def test_headers_then_the_tiles_that_differ(tmp_path: Path) -> None:
@@ -139,6 +140,43 @@ def test_headers_then_the_tiles_that_differ(tmp_path: Path) -> None:
         staging.publish()
         assert ahead.store.version(2).root == newest.manifest.state_root
         assert ahead.given == len(CHANGED)
+
+    run_virtual(main())
+
+
+def test_another_historys_state_comes_while_ours_goes_on(tmp_path: Path) -> None:
+    """Our rounds pass its round before it is whole: what has come stays, and so does what it begins with."""
+
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        other, store = ahead.commits[2].manifest, ahead.store
+        ahead.give = 4
+        with pytest.raises(NetworkError, match="no peer could provide"):
+            await ahead.catch_up.state(other, 0, [HOLDER], OTHER)
+        for round in (1, 2, 3):
+            ours = store.stage(round, round - 1)
+            ours.write_state(0, bytes([99]) * (4 * MADE.layout.tiles[0].size))
+            ours.finish()
+            ours.publish()
+        assert [one.parent for one in store.stagings] == [store.version(0)]
+        ahead.give, ahead.given = 10**6, 0
+        (await ahead.catch_up.state(other, 0, [SECOND], OTHER)).publish()
+        assert ahead.given == len(CHANGED) - 4
+        assert store.version(2).root == other.state_root
+        assert store.stagings == ()
+
+    run_virtual(main())
+
+
+def test_what_came_of_a_lighter_history_goes(tmp_path: Path) -> None:
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        ahead.give = 4
+        with pytest.raises(NetworkError, match="no peer could provide"):
+            await ahead.catch_up.state(ahead.commits[2].manifest, 0, [HOLDER], OTHER)
+        assert [one.round for one in ahead.store.stagings] == [2]
+        ahead.catch_up.drop_other()
+        assert ahead.store.stagings == ()
 
     run_virtual(main())
 

@@ -104,7 +104,7 @@ def test_who_has_no_room_for_long_is_waited_for_no_longer_than_who_is_gone(folde
         other, full = peer(swarm, "a"), peer(swarm, "b")
         with raising(full.store, "stage", StorageFull):
             await until(lambda: other.round > full.round + 2, 300.0)
-            assert [notice.kind for notice in full.notices] == ["disk"]
+            assert [notice.kind for notice in full.notices].count("disk") == 1
         await until(counts(swarm, "b"), 300.0)
         assert full.driver.core.status().intent.can_vote
         check_agreement(swarm)

@@ -17,7 +17,7 @@ from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.tasks import Tasks
-from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import commits, in_swarm, small_config
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
 
 
 async def switch_of(swarm: MemorySwarm, name: str) -> None:
-    """One of four is cut off, goes on alone, and comes back to the history of the others."""
+    """One of four is cut off with the node, goes on by a renewal, and comes over to the history of the others."""
     await swarm.start("abcd", WORK)
     await swarm.until_round(2)
-    swarm.network.partition([other for other in "abcd" if other != name], [name])
+    swarm.network.partition([other for other in "abcd" if other != name], [name, ORGANISER])
     await asyncio.sleep(LONG_SECONDS)
     swarm.network.heal()
     async with asyncio.timeout(300.0):

@@ -273,7 +273,7 @@ def another(value: Any, rng: random.Random) -> Any:
     if isinstance(value, float):
         return rng.choice([0.0, -1.0, 1e300, 2 * value])
     if isinstance(value, str):
-        return rng.choice(["", "a", "b", "zzz", "degraded"])
+        return rng.choice(["", "a", "b", "zzz", "quorum"])
     if isinstance(value, bytes):
         return rng.choice([b"", b"x", bytes(32), value[:-1], value + b"1", value[::-1], 2 * value])
     return rng.choice([(), value[:1], value[1:], value + value[:1], value[::-1]])

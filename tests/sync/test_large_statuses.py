@@ -172,7 +172,7 @@ def test_twenty_keys_with_the_largest_statuses_and_larger_ones_stop_no_round(
         crowd = Crowd(swarm, keys(20), work)
         await begun(swarm, around)
         names = tuple(PeerId(f"{at:04}".ljust(128, "x")) for at in range(1024))
-        larger = Crowd(swarm, keys(20), work, {"silent": names, "unheard": names}, at_once=10)
+        larger = Crowd(swarm, keys(20), work, {"silent": names, "unheard": names}, at_once=5)
         async with crowd.speaking(HONEST), larger.speaking(HONEST):
             await until(lambda: {*crowd.names} <= {member.peer for member in newest(swarm, "a").members})
             stood = newest(swarm, "a").round

@@ -18,7 +18,7 @@ from spes_p2p.state.layout import MOMENTUM_PREFIX
 from spes_p2p.state.version import block_file
 from spes_p2p.sync.outer import Nesterov, outer_of
 from spes_p2p.sync.outgoing import check_asker
-from tests.simulation.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.simulation.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import (
@@ -237,7 +237,7 @@ def test_who_lost_its_history_takes_the_winners_momentum(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c", "d"], PretendWork(step_seconds=0.8))
         await swarm.until_round(2)
-        swarm.network.partition(["a", "b", "c"], ["d"])
+        swarm.network.partition(["a", "b", "c"], ["d", ORGANISER])
         await asyncio.sleep(85.0)
         ours, theirs = peer(swarm, "d").store, peer(swarm, "a").store
         momentum = len(swarm.layout.model_blocks)

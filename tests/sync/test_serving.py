@@ -152,16 +152,17 @@ def test_it_dies_in_a_round_and_comes_back(folder: Path, hidden: bool) -> None:
     in_swarm(folder, play, SERVED, serve=True)
 
 
-def test_homes_that_went_on_alone_are_one_run_again_when_it_is_back(folder: Path) -> None:
-    """Each home hears nobody for long enough; two histories are made, and one of them wins."""
+def test_homes_that_hear_nobody_wait_until_it_is_back(folder: Path) -> None:
 
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm)
         await swarm.until_round(3)
         await swarm.kill_organiser()
-        await asyncio.sleep(25.0)
-        heads = {life.driver.core.tip_hash for life in swarm.up}
-        assert len(heads) == 2
+        await asyncio.sleep(5.0)
+        stood = [life.round for life in swarm.up]
+        await asyncio.sleep(200.0)
+        assert [life.round for life in swarm.up] == stood
+        assert all("waiting" in [notice.kind for notice in life.notices] for life in swarm.up)
         await swarm.start_organiser()
         await until(lambda: all(counts(swarm, name)() for name in HOMES), 100.0)
         check_agreement(swarm)

@@ -137,7 +137,7 @@ def test_when_all_who_vote_are_gone_the_organiser_waits_for_one_that_it_vouches_
         await around.remove("a")
         await swarm.peers[PeerId("a")].kill()
         stood = newest(swarm, "b").round
-        await until(lambda: any("the run can continue when" in said for said in swarm.organiser_said))
+        await until(lambda: any("the run can go on when" in said for said in swarm.organiser_said))
         assert newest(swarm, "b").round <= stood + 1
         await desk.says(vouched="b")
         await until(lambda: newest(swarm, "b").round > stood + 3)
