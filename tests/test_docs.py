@@ -187,6 +187,32 @@ def test_every_error_and_warning_is_in_the_documentation() -> None:
     assert all(fix for _, fix in rows)
 
 
+def _said() -> str:
+    """All that the program may say: its strings, with {} where something is filled in; docstrings are not said."""
+    found: list[str] = []
+    for source in sorted((ROOT / "spes_p2p").rglob("*.py")):
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+        silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+    return "\n".join(found)
+
+
+def test_frequent_errors_and_warnings_are_those_that_the_program_says() -> None:
+    """Most of each quoted message, three words at a time: the rest may be filled in."""
+    said, page = _said(), text_of(ROOT / "docs" / "troubleshooting.md")
+    quoted = re.findall(r"^\| (?:\(.+?\) )?(`.+?) \|", page, re.M)
+    messages = [message for cell in quoted for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 50
+    for message in messages:
+        runs = [run.split() for run in re.split(r"\.\.\.|\b[A-Z]+\b|\b\d+\b|[:;,()/]", message)]
+        threes = [" ".join(run[at : at + 3]) for run in runs for at in range(max(1, len(run) - 2)) if len(run) > 1]
+        assert 2 * sum(three in said for three in threes) >= len(threes), message
+
+
 TOLD: dict[type, dict[str, str]] = {
     PeerRecord: {
         "its peer id": "peer",

@@ -16,8 +16,9 @@ LOWEST, HIGHEST = Hash(bytes(32)), Hash(b"\xff" * 32)
 
 
 def follows(core: Consensus) -> bool:
-    leader = core.state.electorate.leader(0)
-    return leader != core.me and leader in core.state.others.contacts and core.state.round.vote.ballot == 0
+    leader = core.state.others.contacts.get(core.state.electorate.leader(0))
+    may_lead = leader is not None and leader.status.intent.can_vote
+    return may_lead and core.state.round.vote.ballot == 0 and core.state.round.ready_at is None
 
 
 @pytest.mark.parametrize(

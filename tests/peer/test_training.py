@@ -40,6 +40,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
+from spes_p2p.train.machine import LEFT_BEHIND
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.stages import Stage, Uncounted
 from spes_p2p.train.trainer import Trainer
@@ -692,7 +693,7 @@ def test_a_leaver_that_another_history_does_not_name_just_goes(story: Story, mon
     story.play()
     assert story.left
     assert story.loop.machine.stage is Stage.OUTSIDE
-    assert story.said == [f"{2 * 64} of this peer's own tokens are lost with the old history"]
+    assert story.said == [f"{2 * 64} tokens of yours do not count: {LEFT_BEHIND}"]
 
 
 def test_a_leaver_stays_until_one_of_the_others_has_the_newest_state(story: Story) -> None:
@@ -919,7 +920,7 @@ def test_who_waits_is_told_for_what(story: Story) -> None:
     story.loop._explain_waiting()
     story.loop._explain_waiting()
     assert "has the state of round 7" in story.said[-1]
-    assert "a former peer comes back" in story.said[-1]
+    assert "goes on when a peer that has it is back" in story.said[-1]
     assert len(story.said) == 2
 
 

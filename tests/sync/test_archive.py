@@ -442,10 +442,10 @@ def test_a_full_disk_pauses_the_archive_with_one_warning(folder: Path) -> None:
         await until(lambda: is_archived(swarm))
         real = StateStore.stage
 
-        def full(store: StateStore, round: int, parent_round: int | None, label: str = "") -> Staging:
+        def full(store: StateStore, *of: Any, **how: Any) -> Staging:
             if store.directory == folder / "organiser" / "state":
                 raise StorageFull("no room", fix="free space")
-            return real(store, round, parent_round, label)
+            return real(store, *of, **how)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StateStore, "stage", full)
