@@ -197,7 +197,9 @@ def _said() -> str:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
                 found.append(node.value)
             elif isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                )
     return "\n".join(found)
 
 
