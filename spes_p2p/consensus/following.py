@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import Adopt, CatchUp
@@ -52,14 +53,15 @@ class Following(Part):
             self._others.ahead_since = now
         if current.adopting or current.following or not ahead or not self._is_left_behind(ahead, now):
             return False
-        not_asked = [contact for contact in ahead if self._may_ask(contact.status.peer, now)]
+        members = {member.peer for member in current.tip.members}
+        not_asked = self._not_asked(ahead, members, now)
         if not not_asked:
             return False
-        best = max(not_asked, key=self._promise_of)
-        self._others.asked[best.status.peer] = now
-        self._others.asked_last = best.status.peer
+        best = max(not_asked, key=lambda status: self._promise_of(status, members))
+        self._others.asked[best.peer] = now
+        self._others.asked_last = best.peer
         current.following = True
-        self._state.out.append(CatchUp(best.status.peer, best.status.round, best.status.head))
+        self._state.out.append(CatchUp(best.peer, best.round, best.head))
         return True
 
     def _is_ahead(self, status: Status, place: Place, roll: int) -> bool:
@@ -68,22 +70,25 @@ class Following(Part):
             return False
         return claimed_place(status) > place or status.roll > roll
 
-    def _promise_of(self, contact: Contact) -> tuple[bool, int, Place, PeerId]:
+    def _promise_of(self, status: Status, members: Set[PeerId]) -> tuple[bool, int, Place, PeerId]:
         """Sort key for whom to catch up with: first members that did not fail us, since anybody can claim a place."""
-        status = contact.status
-        is_member = any(member.peer == status.peer for member in self._state.tip.members)
-        return is_member, -self._others.asked_in_vain[status.peer], claimed_place(status), status.peer
+        return status.peer in members, -self._others.asked_in_vain[status.peer], claimed_place(status), status.peer
 
-    def _may_ask(self, peer: PeerId, now: float) -> bool:
-        """Whether to ask `peer` now: once per deadline, and less often if it failed us more often than all members did.
+    def _not_asked(self, ahead: list[Contact], members: Set[PeerId], now: float) -> list[Status]:
+        """Of whom to ask now: each once per deadline, and less often if it failed us more often than all members did.
 
         If all of them fail alike, our own link is to blame, and there is no reason to wait once it recovers.
         """
-        vain, tip = self._others.asked_in_vain, self._state.tip
-        others = (member.peer for member in tip.members if member.peer in self._others.contacts)
-        least = min((vain[other] for other in others if self._contacts.alive(other, now)), default=0)
-        pause = self._pace.deadline_seconds(0) * 2.0 ** min(max(0, vain[peer] - least), 4)
-        return now - self._others.asked.get(peer, float("-inf")) > pause
+        vain, asked = self._others.asked_in_vain, self._others.asked
+        heard = (peer for peer in members if peer in self._others.contacts)
+        least = min((vain[peer] for peer in heard if self._contacts.alive(peer, now)), default=0)
+        deadline = self._pace.deadline_seconds(0)
+
+        def may_be_asked(peer: PeerId) -> bool:
+            pause = deadline * 2.0 ** min(max(0, vain[peer] - least), 4)
+            return now - asked.get(peer, float("-inf")) > pause
+
+        return [contact.status for contact in ahead if may_be_asked(contact.status.peer)]
 
     def _is_left_behind(self, ahead: list[Contact], now: float) -> bool:
         """The certificate of our child normally comes with the next message, its tiles from those who stage them."""

@@ -15,6 +15,7 @@ import pytest
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus import gossip, membership
 from spes_p2p.consensus.actions import Notice, Send
+from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import MAX_BALLOT, Faults
 from spes_p2p.consensus.ledger import EMPTY
@@ -763,6 +764,28 @@ def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
     assert parts_of(core).reducing.acting_reducer(index, piece, now) in (core.me, honest)
     says_void(honest)
     assert parts_of(core).reducing.acting_reducer(index, piece, now) is None
+
+
+def test_whom_to_catch_up_with_takes_time_in_proportion_to_those_who_claim_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All members stand on the tip or claim more: with a thousand of them each event would else take a second."""
+    story, now, alive = Beginning(), 10.0, Contacts.alive
+    claimers = [PeerId(f"q{at}") for at in range(200)]
+    members = (*story.core.tip.members, *(Member(name, 1, False, 0) for name in claimers))
+    story.core.state.round.tip = replace(story.core.tip, members=members)
+    for name in claimers:
+        story.says(name, now, round=5, head=sha256(b"nobody has it"), counted=2**40)
+    story.core.state.round.following = False
+    asked = list[PeerId]()
+
+    def counted(self: Contacts, peer: PeerId, at: float) -> bool:
+        asked.append(peer)
+        return alive(self, peer, at)
+
+    monkeypatch.setattr(Contacts, "alive", counted)
+    assert parts_of(story.core).following.follow(now)
+    assert len(asked) <= 3 * len(members)
 
 
 @pytest.mark.parametrize("where", ["members", "roster", "slices", "ownership"])

@@ -38,6 +38,8 @@ from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
 from tests.sync.test_vouching import FAST, Organising, newest, until
 
 HONEST = "abc"
+HEAD_BYTES = 1024
+"""At most, of a call beside the statuses in it."""
 LARGEST = 2**63 - 1
 INCARNATION = 2**60
 
@@ -87,7 +89,7 @@ class Crowd:
     more: dict[str, Any] = field(default_factory=dict)
     beat_seconds: float = 1.0
     at_once: int = 250
-    """Statuses in one call."""
+    """Statuses in one call, if as many fit."""
     sequence: int = 0
 
     def statuses(self) -> Iterable[Signed[Status]]:
@@ -115,7 +117,9 @@ class Crowd:
     async def speak(self, to: Iterable[str], at_once: int = 0) -> None:
         """To all at once, and as an answer to whoever has just started and asks all members what became of the run."""
         self.sequence += 1
-        statuses, size = list(self.statuses()), at_once or self.at_once
+        statuses = list(self.statuses())
+        fits = (MAX_CALL_BYTES - HEAD_BYTES) // max(len(pack(said)) for said in statuses)
+        size = min(at_once or self.at_once, fits)
         chunks = [tuple(statuses[start : start + size]) for start in range(0, len(statuses), size)]
         lives = {PeerId(name): self.swarm.peers[PeerId(name)].driver.core.state.own.life for name in to}
         await asyncio.gather(*(self._call(chunk, peer, life) for chunk in chunks for peer, life in lives.items()))
