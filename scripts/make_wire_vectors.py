@@ -24,7 +24,6 @@ from spes_p2p.codecs.sizes import CODECS
 from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest
 from spes_p2p.consensus.messages import (
-    Accusation,
     Commit,
     DecayOrder,
     Plan,
@@ -45,15 +44,13 @@ from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
 from spes_p2p.swarm.vitals import PeerWarning
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.organiser_words import Ending
-from spes_p2p.sync.receipts import Receipt, Witness
 from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
-    Status, Plan, Report, Accusation, Proposal, Prevote, Precommit, Votes, Content, Renewal,
+    Status, Plan, Report, Proposal, Prevote, Precommit, Votes, Content, Renewal,
     Manifest, Commit, Envelope, PackedRequest,
     *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending, DecayOrder,
-    Witness, Receipt,
 )  # fmt: skip
 PEERS = tuple(PeerId(f"Qm{letter * 44}") for letter in "abc")
 LEASES = Leases(12, ((0, 2),), ((PEERS[0], ((4, 8), (10, 12))),))

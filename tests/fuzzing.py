@@ -23,8 +23,7 @@ import msgpack
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
 from spes_p2p.config.load import bundled_config, load_config, published_config, published_yaml
-from spes_p2p.consensus.ledger import EMPTY
-from spes_p2p.consensus.messages import Commit, Seal
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.manifest import Manifest as DataManifest
 from spes_p2p.data.pieces import Catalogue
 from spes_p2p.errors import SpesError
@@ -37,11 +36,10 @@ from spes_p2p.swarm.memory_backend import FakeKeys
 from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.organiser_words import Words, ending
 from spes_p2p.sync.organiser_words import checked as checked_words
-from spes_p2p.sync.receipts import Receipt, Shown, Witness, check_receipt, compressed, pack_receipt
 from spes_p2p.sync.recorder import pack_plain, unpack_plain
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
-from tests.sync.chains import A, MadeRun
+from tests.sync.chains import MadeRun
 
 MAKER = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "make_wire_vectors.py"))
 PEERS, SENT, LEASES, change = MAKER["PEERS"], MAKER["SENT"], MAKER["LEASES"], MAKER["change"]
@@ -136,10 +134,10 @@ def _chains() -> dict[str, Target]:
     genesis, child = pack(before), pack(run.certified(run.child(before.manifest, sha256(b"state 1"), sha256(b"wire"))))
 
     def follow(data: bytes) -> None:
-        check_links((unpack(Commit, data),), before, EMPTY, run.info, run.rules, _Believing().verify)
+        check_links((unpack(Commit, data),), before, run.info, run.rules, _Believing().verify)
 
     def first(data: bytes) -> None:
-        check_links((unpack(Commit, data),), None, EMPTY, run.info, run.rules, _Believing().verify)
+        check_links((unpack(Commit, data),), None, run.info, run.rules, _Believing().verify)
 
     def on_disk(data: bytes) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -151,26 +149,13 @@ def _chains() -> dict[str, Target]:
     def words(data: bytes) -> None:
         checked_words(data, run.info, _Believing().verify)
 
-    checked = partial(check_receipt, check=_Believing().verify)
     return {
         "the organiser's words": Target(words, [pack(Words()), said]),
         "commits": Target(follow, [child]),
         "genesis": Target(first, [genesis]),
         "chain files": Target(on_disk, [genesis, child], every=10),
-        "receipts": Target(lambda data: checked(compressed(data)), [pack(_receipt(run))]),
-        "files of receipts": Target(checked, [pack_receipt(_receipt(run))]),
         "recorded states": Target(unpack_plain, [pack_plain([before, LEASES, {"a": 1}])]),
     }
-
-
-def _receipt(run: MadeRun) -> Receipt:
-    commit = run.chain(3)[-1]
-    ledger, shown = run.ledger_of(commit.manifest), Shown.of(commit.manifest)
-    proof = ledger.proof_of(A)
-    assert proof is not None
-    signed = run.sealer(run.info.organiser).seal(Witness(run.info.fingerprint, shown.round, shown.name))
-    seal = Seal(signed.author, signed.public_key, signed.signature)
-    return Receipt(run.info, None, shown, ledger.of(A), proof, None, (seal,))
 
 
 def _texts() -> dict[str, Target]:

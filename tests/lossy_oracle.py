@@ -93,8 +93,6 @@ class Ledger:
     codecs: Sequence[str]
     sent: dict[Key, Values] = field(default_factory=dict)
     handed: dict[Key, Values] = field(default_factory=dict)
-    audited: bool = False
-    """Reducers take their own values as others get them, and keep nothing of a mean, but for their own columns."""
 
     def round(self, parent: Any, child: Any, before: Mapping[int, Values], brought: Mapping[Any, Any]) -> list[Values]:
         """The blocks after manifest `child`, before its merge, from the blocks `before`.
@@ -110,8 +108,7 @@ class Ledger:
                 block, start, stop = self.tiles[tile_id]
                 part = slice(start, stop)
                 old = before[block][part]
-                exact = "" if self.audited and not sole else piece.reducer
-                values = [self._heard(peer, exact, tile_id, old, brought) for peer in piece.contributors]
+                values = [self._heard(peer, piece.reducer, tile_id, old, brought) for peer in piece.contributors]
                 mean = self._mean(values, [weights[peer] for peer in piece.contributors])
                 after[block][part] = self._handed_out(piece, tile_id, mean, old, sole)
                 if len(owners) == 1 and not sole:  # what it was ahead was in what it brought
@@ -146,14 +143,14 @@ class Ledger:
                 unsent = self.sent.get((old[0], tile_id))
                 self.sent[old[0], tile_id] = ahead if unsent is None else ahead + unsent
 
-    def _heard(self, peer: str, exact: str, tile_id: int, before: Values, brought: Mapping[Any, Any]) -> Values:
-        """A peer's values, as the reducer has them; those of `exact` are not rounded."""
+    def _heard(self, peer: str, reducer: str, tile_id: int, before: Values, brought: Mapping[Any, Any]) -> Values:
+        """A peer's values, as the reducer has them; its own are not rounded."""
         block, start, stop = self.tiles[tile_id]
         values = np.array(brought[peer][block][start:stop])
         if self.codecs[block] == "fp32":
             return values
         kept = self.sent.pop((peer, tile_id), np.zeros_like(values))
-        if peer == exact:
+        if peer == reducer:
             return values + kept
         change = (values - before) + kept
         arrives = THROUGH[self.codecs[block]](change)
@@ -174,12 +171,10 @@ class Ledger:
             return mean
         kept = self.handed.get((piece.reducer, tile_id))
         change = mean - before
-        if kept is not None and not sole and not self.audited:
+        if kept is not None and not sole:
             change = change + kept
         arrives = THROUGH[codec](change)
-        self.handed.pop((piece.reducer, tile_id), None)
-        if sole or not self.audited:
-            self.handed[piece.reducer, tile_id] = change - arrives
+        self.handed[piece.reducer, tile_id] = change - arrives
         return arrives + before
 
     def ahead(self, peer: str, block: int, committed: Values) -> Values:

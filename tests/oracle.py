@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+
+from spes_p2p.sync.trusted_mean import LARGEST_PULL
 
 Tensors = Mapping[str, NDArray[Any]]
 TOLERANCE = 1e-6
@@ -104,11 +106,14 @@ def root_of(state: Tensors, tile_values: int) -> str:
 # ---- the formulas ----
 
 
-def capped(peers: Sequence[Contributor]) -> list[Contributor]:
-    """Nobody weighs more than twice the (lower) median of a round: with sync.aggregate=clip."""
-    middle = (len(peers) - 1) // 2
-    weight, steps = (2 * sorted(each)[middle] for each in ([p.weight for p in peers], [p.steps for p in peers]))
-    return [replace(p, weight=min(p.weight, weight), steps=min(p.steps, steps)) for p in peers]
+def capped(peers: Sequence[Contributor], trusted: Collection[str]) -> list[Contributor]:
+    """Strangers weigh no more than the (lower) median of the trusted."""
+    known = [peer for peer in peers if peer.peer in trusted]
+    middle = (len(known) - 1) // 2
+    weight, steps = (sorted(each)[middle] for each in ([p.weight for p in known], [p.steps for p in known]))
+    return [
+        p if p.peer in trusted else replace(p, weight=min(p.weight, weight), steps=min(p.steps, steps)) for p in peers
+    ]
 
 
 def next_step(step: int, peers: Sequence[Contributor]) -> int:
@@ -133,17 +138,17 @@ def round_result(
     top_k: int,
     tile_values: int | None = None,
     outer: Outer | None = None,
-    clips: bool = False,
+    trusted: Collection[str] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """The state after a round. `committed` is the state before; a tensor may be missing there if the round brings it.
 
-    `tile_values` is only needed where slices of one block have different contributors, or with `clips`. With `outer`
-    `committed` holds the momentum of every tensor too.
+    `tile_values` is only needed where slices of one block have different contributors, or where some are not `trusted`.
+    With `outer` `committed` holds the momentum of every tensor too.
     """
     after = {name: np.array(value, np.float64) for name, value in committed.items()}
     for block in sorted({piece.block for piece in slices}):
         pieces = [piece for piece in slices if piece.block == block]
-        means = _block_result(peers, pieces, committed, tile_values, clips)
+        means = _block_result(peers, pieces, committed, tile_values, trusted)
         after.update(means if outer is None else outer_step(means, committed, outer))
     return merged(after, alpha, top_k) if alpha > 0 else after
 
@@ -161,8 +166,9 @@ def outer_step(means: Tensors, committed: Tensors, outer: Outer) -> dict[str, ND
 
 
 def _block_result(
-    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None, clips: bool
-) -> dict[str, NDArray[np.float64]]:
+    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None,
+    trusted: Collection[str] | None,
+) -> dict[str, NDArray[np.float64]]:  # fmt: skip
     block, everybody = pieces[0].block, set().union(*(piece.contributors for piece in pieces))
     some = next(peer for peer in peers if peer.peer in everybody)
     names = [name for name in in_order(some.before) if block_of(name) == block]
@@ -173,7 +179,7 @@ def _block_result(
     known = all(name in committed for name in names)
     result = _flat(committed, names) if known else np.full(size, np.nan)
     is_whole = tile_values is None or sum(piece.tiles for piece in pieces) * tile_values >= size
-    if not clips and is_whole and len({piece.contributors for piece in pieces}) == 1:
+    if trusted is None and is_whole and len({piece.contributors for piece in pieces}) == 1:
         result[:] = mean_of(flat, weights, pieces[0].contributors, slice(0, size))
     else:
         assert tile_values is not None, f"slices of block {block} have different contributors: the tile size is needed"
@@ -183,31 +189,58 @@ def _block_result(
         for piece in pieces:
             at = (piece.first_tile - start) * tile_values
             part = slice(at, min(at + piece.tiles * tile_values, size))
-            centre = result[part] if clips and len(piece.contributors) > 2 else None
-            result[part] = mean_of(flat, weights, piece.contributors, part, centre)
+            names_here = piece.contributors
+            if trusted is None or set(names_here) <= set(trusted):
+                result[part] = mean_of(flat, weights, names_here, part)
+            else:
+                changes = {name: flat[name][part] - result[part] for name in names_here}
+                result[part] = result[part] + trusted_mean(changes, weights, trusted)
     return _tensors(result, names, shapes)
 
 
 def mean_of(
-    flat: Mapping[str, NDArray[np.float64]], weights: Mapping[str, int], who: Iterable[str], part: slice,
-    before: NDArray[np.float64] | None = None,
-) -> NDArray[np.float64]:  # fmt: skip
-    """With `before` it is centered clipping of what changed since, from the geometric median."""
+    flat: Mapping[str, NDArray[np.float64]], weights: Mapping[str, int], who: Iterable[str], part: slice
+) -> NDArray[np.float64]:
     names = list(who)
-    total = sum(weights[name] for name in names)
-    if before is not None:
-        x = np.array([flat[name][part] - before for name in names])
-        w = np.array([weights[name] for name in names])[:, None] / total
-        v = np.mean(x, axis=0)
-        for _ in range(16):  # towards the geometric median
-            near = 1 / np.maximum(np.linalg.norm(x - v, axis=1), 1e-6 * np.median(np.linalg.norm(x, axis=1)))
-            v = near @ x / np.sum(near)
-        tau = np.median(np.linalg.norm(x - v, axis=1))
-        for _ in range(3):
-            far = np.linalg.norm(x - v, axis=1, keepdims=True)
-            v = v + np.sum(w * (x - v) * np.minimum(1, tau / np.maximum(far, 1e-300)), axis=0)
-        return before + v
-    return np.sum([weights[name] * flat[name][part] for name in names], axis=0) / total
+    return np.sum([weights[name] * flat[name][part] for name in names], axis=0) / sum(weights[name] for name in names)
+
+
+def trusted_mean(
+    changes: Mapping[str, NDArray[np.float64]], weights: Mapping[str, int], trusted: Collection[str]
+) -> NDArray[np.float64]:
+    """The formulas of docs/trust.md, one after the other."""
+    roots, others = ([name for name in changes if (name in trusted) is is_in] for is_in in (True, False))
+    heard = sum(weights[name] for name in roots)
+
+    def root_of(names: Sequence[str]) -> NDArray[np.float64]:
+        return np.sum([weights[n] * changes[n] for n in names], axis=0) / sum(weights[n] for n in names)
+
+    def cosine(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+        lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+        return float(one @ other) / lengths if lengths else 0.0
+
+    root = root_of(roots)
+    usual = 0.5
+    if len(roots) > 1:
+        usual = float(np.median([cosine(changes[n], root_of([m for m in roots if m != n])) for n in roots]))
+    counted = {n: min(1.0, max(0.0, cosine(changes[n], root)) / max(usual, 0.001)) for n in others}
+    length = float(np.median([np.linalg.norm(changes[n]) for n in roots]))
+    total = sum(weights[n] * counted[n] for n in others)
+    if not total:
+        return root
+    short = {n: changes[n] * min(1.0, length / max(float(np.linalg.norm(changes[n])), 1e-300)) for n in others}
+    theirs = np.sum([weights[n] * counted[n] * short[n] for n in others], axis=0) / total
+    pull = total / (heard + total) * (theirs - root)
+    shares = {n: weights[n] / heard for n in roots}
+    own = sum(share**2 for share in shares.values())
+    for at in range(0, len(pull), 64):
+        part = slice(at, at + 64)
+        spread = np.linalg.norm(root[part]) / 2
+        if len(roots) > 1:
+            squares = sum(share * np.sum((changes[n][part] - root[part]) ** 2) for n, share in shares.items())
+            spread = np.sqrt(squares / (1 - own))
+        pull[part] *= min(1.0, LARGEST_PULL * np.sqrt(own) * spread / max(float(np.linalg.norm(pull[part])), 1e-300))
+    return root + pull
 
 
 def _flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:

@@ -269,13 +269,10 @@ TOLD: dict[type, dict[str, str]] = {
         "whether others can dial": "link_class",
         "how fast its link sends": "uplink_bytes_per_second",
         "what it votes": "can_vote",
-        "for whom it vouches": "vouches",
     },
 }
 """What a peer tells everybody: words of the page for volunteers, and the fields of the records that they stand for."""
-OF_THE_PROTOCOL = {
-    "run_id", "role", "token", "fingerprint", "incarnation", "sequence", "life", "ready_signature", "commitment",
-}  # fmt: skip
+OF_THE_PROTOCOL = {"run_id", "role", "token", "fingerprint", "incarnation", "sequence", "life"}
 """Names, numbers and signatures that say nothing of a person or a machine."""
 
 

@@ -32,7 +32,6 @@ COMMANDS: Mapping[str, str] = {
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
     "dashboard": "spes_p2p.cli.dashboard:dashboard",
-    "receipt": "spes_p2p.cli.receipt:receipt",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
     "export": "spes_p2p.cli.export:export",
     "eval": "spes_p2p.cli.evaluate:evaluate",
@@ -44,7 +43,7 @@ COMMANDS: Mapping[str, str] = {
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Join a run": ("quickstart", "join", "doctor"),
     "Organise a run": ("bootstrap", "invite", "plan", "tokenize", "run"),
-    "Watch a run": ("status", "dashboard", "receipt"),
+    "Watch a run": ("status", "dashboard"),
     "Models": ("export", "eval", "import", "upcycle"),
 }
 """The panels of the help, by who needs the commands."""

@@ -104,32 +104,12 @@ Undo = Annotated[bool, option("Takes back what was said of these peers.", "--und
 
 
 def vouch(peers: Peers, undo: Undo = False, folder: NodeFolder = NODE) -> None:
-    """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
+    """Makes peers trusted ones in a run with strangers (swarm.trusted=vouched), with the organiser's key.
 
-    In any run it lifts what electors have decided: peers that they banned may come back. Where you had vouched for one
-    before, take that back first (--undo), and let a round pass. With the folder of a peer that votes, it is one
-    elector's word: two thirds of them let a peer vote, too.
+    Trusted peers vote, lead, reduce and may own columns alone; strangers only give values. It lifts a ban, too.
 
     Example: spes-p2p run vouch QmAbc... --folder bootstrap-node
     """
-    from spes_p2p.peer.folder import kept_run
-    from spes_p2p.peer.inviting import no_more_by_electors, vouching_note
-    from spes_p2p.peer.kept_invite import kept_invite
-    from spes_p2p.peer.wishes import change_vouches
-    from spes_p2p.swarm.hivemind_backend.identity import signer_of
-    from spes_p2p.swarm.invite import decode
-
-    named = checked_peers(peers)
-    organiser = decode(kept_invite(folder, EXAMPLE)).organiser
-    if signer_of(folder / "identity.key").peer_id != organiser:
-        said = change_vouches(folder, named, undo)
-        if not undo and (note := vouching_note(kept_run(folder))):
-            typer.echo(note)
-        typer.echo(f"this peer vouches for: {', '.join(said) or 'nobody'}")
-        typer.echo("it says so while it runs; for whom two thirds of the electors vouch votes from the next round on")
-        if not undo and (note := no_more_by_electors(folder, named)):
-            typer.echo(note)
-        return
     _change_roll(peers, folder, "forgotten" if undo else "vouched")
 
 
@@ -153,12 +133,6 @@ def _change_roll(peers: list[str], folder: Path, kind: str) -> None:
     for words, found in (("vouched for", roll.vouched), ("banned", roll.banned)):
         typer.echo(f"{words}: {', '.join(found) or 'nobody'}")
     typer.echo("the next round takes it up")
-    known = sorted({*peers}.intersection(before.vouched if before is not None and kind == "vouched" else ()))
-    if known:
-        typer.echo(
-            f"you vouched for {', '.join(known)} before: if electors have banned it since, that goes on;"
-            " to lift it, call this with --undo, let a round pass, and vouch again"
-        )
     if before is not None and kind == "forgotten" and {*peers} & {*before.banned}:
         typer.echo(
             "a ban that is already under way is still carried out once: such a peer may come back from the round after "

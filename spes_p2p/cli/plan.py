@@ -125,6 +125,8 @@ def _show(found: Answer, is_guess: bool) -> None:
     console.print(_stored(found))
     if slow := found.too_slow():
         console.print(f"\n{slow}\n", markup=False)
+    if trusted := found.trusted():
+        console.print(f"\n{trusted}\n", markup=False)
     for line in _hints(found.question, is_guess):
         console.print(line)
 

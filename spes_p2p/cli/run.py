@@ -40,9 +40,7 @@ def init(
     steps_per_round: Annotated[
         int | None, option("Inner steps between syncs (default: as in the template).", min=1)
     ] = None,
-    strangers: Annotated[
-        bool, option("Anybody may train: liars are left out, found and banned.", "--strangers")
-    ] = False,
+    strangers: Annotated[bool, option("Anybody may train; only whom you vouch for is trusted.", "--strangers")] = False,
     gpu_memory: Annotated[
         str | None, option("Memory of the volunteers' GPUs, such as 24GiB, to check that the run fits.", metavar="SIZE")
     ] = None,
@@ -141,19 +139,13 @@ def inspect(
     ] = Path("bootstrap-node"),
     last: Annotated[int | None, option("Show only this many of the newest rounds.", min=1)] = None,
     as_json: Annotated[bool, option("Print one JSON object per round.", "--json")] = False,
-    proof: Annotated[Path | None, option("Check this proof of fraud instead, without the run.", metavar="FILE")] = None,
 ) -> None:
     """Prints the history of a run, one round per line: from a folder, or from a live run, whose certificates it checks.
-
-    With --proof, checks a file of run/proofs/, by which a peer shows that a reducer handed out what is no mean.
 
     Example: spes-p2p run inspect --folder bootstrap-node --last 20
     """
     from spes_p2p.peer.organising import kept_history, live_history
 
-    if proof is not None:
-        typer.echo(_proof_text(proof, fingerprint))
-        return
     if invitation is None and not initial_peers:
         lines = kept_history(folder)
     else:
@@ -164,35 +156,6 @@ def inspect(
             typer.echo(json.dumps(dataclasses.asdict(line)))
     else:
         typer.echo(history_text(lines))
-
-
-def _proof_text(path: Path, fingerprint: str | None) -> str:
-    """Raises ConfigError where it cannot be read, or is of another run; RemoteProtocolError where it proves nothing."""
-    from spes_p2p.errors import ConfigError, RemoteProtocolError
-    from spes_p2p.swarm.keys import RsaVerifier
-    from spes_p2p.sync.fraud import check_proof
-
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", fix="give the file of a proof") from error
-    try:
-        found = check_proof(data, RsaVerifier().verify)
-    except RemoteProtocolError as error:
-        fix = "believe nothing that is said by it; ask for the file as it was made"
-        raise RemoteProtocolError(f"{path} proves nothing: {error}", fix=fix) from error
-    info, report, piece = found.info, found.charge.report.value, found.charge.piece
-    if not info.fingerprint.hex().startswith((fingerprint or "").lower()):
-        own = info.fingerprint.hex()[:16]
-        raise ConfigError(
-            f"{path} is a proof of run {info.run_id} with fingerprint {own}, not of {fingerprint}",
-            fix="ask for a proof of the right run",
-        )
-    return (
-        f"run {info.run_id} with fingerprint {info.fingerprint.hex()}:\n  {report.reducer} has signed that it averaged "
-        f"tiles {span_text(piece.tile_ids)} in round {found.charge.parent.round + 1};\n  what it handed out is not the "
-        f"mean of what {', '.join(piece.contributors)} had committed to"
-    )
 
 
 def history_text(lines: Sequence[HistoryLine]) -> str:

@@ -17,7 +17,7 @@ import typer
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met, option
 from spes_p2p.ids import short
 from spes_p2p.observe.metrics import amount_text, count_text, seconds_text, span_text
-from spes_p2p.observe.text import to_type
+from spes_p2p.observe.text import share_text, to_type
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
@@ -116,14 +116,8 @@ def text_of(report: RunReport, now: float, ids: bool = False) -> str:
         lines += ["", *(f"{short(one.peer)} is {one.peer}" for one in report.peers)]
     if report.columns:
         lines += ["", *_columns(report)]
-    if report.probation:
-        waiting = (f"{short(peer)} ({amount_text(audits, 'audit')} to pass)" for peer, audits in report.probation)
-        lines += ["", f"on probation: {', '.join(waiting)}"]
     if report.banned:
         lines += ["", f"banned: {', '.join(map(short, report.banned))}"]
-        lines += [
-            "  where electors did it, who found out has the proof in run/proofs/: spes-p2p run inspect --proof FILE"
-        ]
     if (data := _data_line(report)) is not None:
         lines += ["", f"data: {data}"]
     if report.mix:
@@ -197,6 +191,10 @@ def _peers(report: RunReport, now: float) -> list[str]:
     if report.live:
         speed = count_text(sum(peer.tokens_per_second for peer in report.live))
         lines.append(f"{amount_text(len(report.live), 'live member')}, {speed} tokens/s together")
+    for peer in report.peers:
+        if peer.share is not None and peer.average_share is not None:
+            told = f"{share_text(peer.share)} of what it gave counted, {peer.average_share:.0%} on average"
+            lines.append(f"stranger {short(peer.peer)}: {told}")
     return lines
 
 
@@ -205,6 +203,9 @@ def _columns(report: RunReport) -> list[str]:
     covered = len(report.columns) - len(report.uncovered)
     behind = f", {len(report.stale)} stale: {span_text(report.stale)}" if report.stale else ""
     lines = [f"expert columns: {covered} of {len(report.columns)} have an owner{behind}"]
+    if report.more_trusted:
+        more = amount_text(report.more_trusted, "more trusted peer")
+        lines.append(f"  only trusted peers own columns alone: it takes {more} (spes-p2p run vouch)")
 
     def same(column: ColumnLine) -> tuple[object, int]:
         return column.owners, column.stale_rounds

@@ -69,6 +69,12 @@ REMOVED: dict[str, Removed] = {
     "model.guest_rank": Removed(0),
     "sync.guest_codec": Removed("bf16"),
     "sync.merge_kind": Removed("paper"),
+    "sync.aggregate": Removed(
+        "mean", "with swarm.trusted=vouched strangers count as far as they agree with trusted peers"
+    ),
+    "swarm.electors": Removed("all", "it is called swarm.trusted now"),
+    "sync.trial_sequences": Removed(16),
+    "sync.audited_share": Removed(0.08),
 }
 """By dotted key, one row for each field that was taken out. Who takes a field out of the schema adds its row here.
 

@@ -371,9 +371,10 @@ class SwarmConfig(Section):
         "than a third may lie; more than two thirds decide).",
         "crash",
     )
-    electors: Literal["all", "vouched"] = agreed(
-        "Which members vote: all, or those for whom the organiser vouches (spes-p2p run vouch). With vouched, "
-        "strangers train and count like others, but no number of them decides anything.",
+    trusted: Literal["all", "vouched"] = agreed(
+        "Which members are trusted, and so vote, lead, reduce and may own columns alone: all, or those for whom the "
+        "organiser vouches (spes-p2p run vouch). With vouched everybody else is a stranger, who only gives values; "
+        "they count as far as they agree with those of trusted peers.",
         "all",
     )
     renew_after_seconds: Annotated[float, Field(ge=1.0, le=86_400.0)] = agreed(

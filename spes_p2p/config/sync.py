@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from spes_p2p.codecs.sizes import Codec
-from spes_p2p.config.sections import Natural, Positive, Schedule, Section, agreed
+from spes_p2p.config.sections import Positive, Schedule, Section, agreed
 from spes_p2p.errors import ConfigError
 
 MOST_TILE_VALUES = 2**26
@@ -43,25 +43,6 @@ class SyncConfig(Section):
         "Keep training while a round is synced; what was trained since its snapshot is added to the result. At "
         "most one round is in flight.",
         False,
-    )
-    aggregate: Literal["mean", "clip"] = agreed(
-        "How contributions become one. mean: weighted by the tokens that each peer trained (SPES's released server "
-        "gives all peers the same weight). clip, for runs with peers that nobody knows: "
-        "what points another way than most stays out, changes are clipped around their median, and nobody weighs more "
-        "than twice the median peer; it needs three contributors, else it is the mean.",
-        "mean",
-    )
-    audited_share: float = agreed(
-        "Of the slices of a round, how many somebody makes again to check the reducer (with aggregate: clip). "
-        "Audits of who trained take at most three eighths of that share of a round's training and bytes.",
-        0.08,
-        ge=0,
-        le=1,
-    )
-    trial_sequences: Natural = agreed(
-        "Held-out sequences on which expert columns with fewer than three contributors are tried before they are voted "
-        "for (with aggregate: clip); 0: they are not tried.",
-        16,
     )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(

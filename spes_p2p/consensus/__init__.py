@@ -25,6 +25,6 @@ What to read, in this order:
 - Tendermint, which knows nothing of rounds or tiles: `tendermint`, with what one elector says, over what it knows
   (`vote`, `heard_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
   `electorate`.
-- Pure functions: `rules` (what a child manifest must be), `child_checks`, `certificate`, `membership`, `standing`,
-  `probation`, `slices`, `turns`, `place`, `bounds`. Measured time: `timing`, `liveness`.
+- Pure functions: `rules` (what a child manifest must be), `child_checks`, `certificate`, `membership`, `slices`,
+  `turns`, `place`, `bounds`. Measured time: `timing`, `liveness`.
 """

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from spes_p2p.consensus.content import Content, Envelope, joined_hashes
 from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.consensus.messages import Commit, Plan, Report, Signed
-from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
@@ -60,28 +59,6 @@ class Fetch:
     piece: Slice
     hashes: bytes
     holders: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Make the slice of `report`, which is of `plan`, again from what its contributors have, then `SliceAudited`."""
-
-    plan: Signed[Plan]
-    report: Signed[Report]
-
-
-@dataclass(frozen=True)
-class Try:
-    """Try staged columns on held-out text, then `ColumnsTried`."""
-
-    columns: tuple[Column, ...]
-
-
-@dataclass(frozen=True)
-class AuditWork:
-    """Look at the work of `entry`, which the tip counts, then `WorkAudited`."""
-
-    entry: Contribution
 
 
 @dataclass(frozen=True)
@@ -152,6 +129,6 @@ class Notice:
     peer: PeerId | None = None
 
 
-Work = Reduce | Fetch | Audit | AuditWork | Try | Build | Verify | Adopt | CatchUp
+Work = Reduce | Fetch | Build | Verify | Adopt | CatchUp
 """What takes long, and needs room on the disk."""
 Action = Send | Persist | Forget | CloseTraining | Notice | Work

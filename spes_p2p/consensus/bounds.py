@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spes_p2p.consensus.membership import LINK_CLASSES, MAX_VOUCHED
+from spes_p2p.consensus.membership import LINK_CLASSES
 from spes_p2p.consensus.messages import Intent, Work
-from spes_p2p.ids import NO_HASH
 
 MAX_COUNT = 2**53
 """Of tokens, steps or sequences that a status tells of."""
@@ -21,7 +20,6 @@ def is_sane_work(work: Work) -> bool:
     counts = (work.tokens, work.steps, work.sequences, work.expected_tokens)
     return (
         0 <= min(counts) <= max(counts) < MAX_COUNT
-        and len(work.commitment) == len(NO_HASH)
         and 0 <= work.seconds <= MAX_TRAINED_SECONDS  # false for NaN
         and 0 <= work.ready_in_seconds <= MAX_STEP_SECONDS
     )
@@ -35,8 +33,6 @@ def is_sane_intent(intent: Intent, columns: int) -> bool:
         and all(0 <= column < columns for column in named)
         and intent.link_class in LINK_CLASSES
         and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
-        and len(intent.vouches) <= MAX_VOUCHED
-        and [*intent.vouches] == sorted({*intent.vouches})
     )
 
 

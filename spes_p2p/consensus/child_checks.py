@@ -1,4 +1,4 @@
-"""Whether a child manifest follows from its parent and the ledger: what everybody checks who takes one up.
+"""Whether a child manifest follows from its parent: what everybody checks who takes one up.
 
 What can be derived is derived again (`rules`) and compared; what its makers have chosen is checked for sense. Whether
 it follows from what peers have signed is checked where those statements are at hand (`statements.check_content`). A
@@ -11,17 +11,13 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
-from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
+from spes_p2p.consensus.manifest import SHARE, Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import (
     LINK_CLASSES,
-    MAX_VOUCHED,
     electors,
     most_new,
     newest_roll,
-    still_banned,
     trainers,
-    weightless,
     with_votes,
 )
 from spes_p2p.consensus.messages import RENEWAL, Commit, Plan
@@ -32,37 +28,33 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 
 
-def check_child(rules: RunRules, parent: Manifest, ledger: Ledger, child: Manifest) -> None:
-    """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules.
-
-    `ledger`: up to `parent`. That of the child is checked by `check_ledger`.
-    """
+def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
     if child.round != parent.round + 1:  # first: others reckon with it
         raise RemoteProtocolError(f"manifest of round {child.round}: round does not follow from its parent")
     check_roster(rules, parent, child.roster)  # next: the rest is derived from them
-    _check_members(rules, parent, ledger, child)
+    _check_members(rules, parent, child)
     decay_steps = 0 if child.decay is None else child.decay.steps
     outcome = Outcome(
         child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll,
-        child.banned, child.ledger, child.audited, child.vouched,
+        child.strangers,
     )  # fmt: skip
     expected = derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):
             raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
     check_slices(rules, parent, child.roster, child.slices)
-    counting = {entry.peer for entry in child.roster} - weightless(parent.members)
-    if rules.exchange and {p for s in child.slices for p in s.contributors} != counting:
+    if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
         raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
     _check_merge(rules, parent, child)
 
 
-def check_commit(rules: RunRules, parent: Manifest, ledger: Ledger, commit: Commit, check: CheckSignature) -> None:
+def check_commit(rules: RunRules, parent: Manifest, commit: Commit, check: CheckSignature) -> None:
     """Raises RemoteProtocolError where `commit` is not one of a child of `parent`: a quorum's, or a renewal."""
     if commit.certificate.kind == RENEWAL:
         check_renewal(rules, parent, commit.manifest)
     else:
-        check_child(rules, parent, ledger, commit.manifest)
+        check_child(rules, parent, commit.manifest)
     check_certificate(parent, commit.manifest, commit.certificate, check, rules.seals)
 
 
@@ -77,7 +69,7 @@ def check_renewal(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         if getattr(child, name) != getattr(expected, name):
             raise RemoteProtocolError(f"{where}: {name} is not what it was")
     admission = rules.admission_of(child)
-    allowed = all(admission.may_vote(peer) and not admission.is_banned(peer) for peer in chosen)
+    allowed = all(admission.is_trusted(peer) and not admission.is_banned(peer) for peer in chosen)
     in_order = child.roll is None or child.roll.is_sane()
     too_many = len(child.members) > max(most_members(rules), len(parent.members))
     if not allowed or not in_order or too_many or len(chosen) < rules.fewest_renewed:
@@ -90,8 +82,8 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
     majority has committed is followed as it is. Who is vouched for does not count.
     """
-    admission = rules.admission(child.roll, child.banned, child.vouched, parent.round + 1)
-    strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
+    admission = rules.admission(child.roll, parent.round + 1)
+    strangers = {m.peer for m in child.members if not (rules.has_strangers and admission.is_trusted(m.peer))}
     new, most = strangers - {member.peer for member in parent.members}, most_new(len(parent.members))
     if len(new) > most:
         raise RemoteProtocolError(
@@ -99,19 +91,13 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         )
 
 
-def _check_members(rules: RunRules, parent: Manifest, ledger: Ledger, child: Manifest) -> None:
-    admission = rules.admission(child.roll, child.banned, child.vouched, child.round)
+def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    admission = rules.admission(child.roll, child.round)
     if newest_roll(parent.roll, child.roll) != child.roll or (child.roll is not None and not child.roll.is_sane()):
         raise RemoteProtocolError(f"manifest of round {child.round}: its roll is older than its parent's, or malformed")
     names = [member.peer for member in child.members]
     if any(map(admission.is_banned, names)):
         raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned")
-    kept = still_banned(parent.banned, parent.roll, child.roll)
-    if not set(kept) <= set(child.banned) or [*child.banned] != sorted(set(child.banned)):
-        raise RemoteProtocolError(f"manifest of round {child.round}: whom it bans does not follow from its parent")
-    stay, too_many = set(parent.vouched) - set(child.banned), len(child.vouched) > MAX_VOUCHED
-    if not stay <= set(child.vouched) or [*child.vouched] != sorted({*child.vouched} - {*child.banned}) or too_many:
-        raise RemoteProtocolError(f"manifest of round {child.round}: for whom electors vouch does not follow")
     if len(names) > (most := most_members(rules)):
         raise RemoteProtocolError(
             f"manifest of round {child.round}: {len(names)} members, but at most {most} are allowed"
@@ -122,17 +108,17 @@ def _check_members(rules: RunRules, parent: Manifest, ledger: Ledger, child: Man
         )
     if any(member.link_class not in LINK_CLASSES for member in child.members):  # leaders are chosen by it
         raise RemoteProtocolError(f"manifest of round {child.round}: a member has an unknown link class")
-    trained, audited = {entry.peer for entry in parent.roster}, [found.peer for found in child.audited]
-    if audited != sorted({*audited}) or not {*audited} <= trained:
-        raise RemoteProtocolError(f"manifest of round {child.round}: what it audits is not in its parent's roster")
-    voting = with_votes(parent.members, child.members, admission)
-    if rules.with_standing(parent, ledger, voting, child.roster, child.audited) != child.members:
-        raise RemoteProtocolError(
-            f"manifest of round {child.round}: votes or probation do not follow from the parent's members"
-        )
+    if with_votes(parent.members, child.members, admission) != child.members:
+        raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
+    credited = [credit.peer for credit in child.strangers]
+    shares = {share for credit in child.strangers for share in (credit.share, credit.average)}
+    if credited != sorted(set(credited)) or not set(credited) <= set(names) or not shares <= {*range(SHARE + 1)}:
+        raise RemoteProtocolError(f"manifest of round {child.round}: what strangers' values counted for cannot be")
     owners = {owner for column in child.ownership for owner in column}
     if len(child.ownership) != len(parent.ownership) or not owners <= {m.peer for m in trainers(child.members)}:
         raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member that trains")
+    if any(owners and not any(map(admission.is_trusted, owners)) for owners in child.ownership):
+        raise RemoteProtocolError(f"manifest of round {child.round}: a column is owned by strangers only")
 
 
 def check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contribution]) -> None:
@@ -148,8 +134,9 @@ def check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contributio
 
 def check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
     """Slices are in order, do not overlap, stay in their block, and cover what is due of it wholly or not at all."""
-    where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster} - weightless(parent.members)
-    members = {member.peer for member in parent.members}
+    where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
+    voters = {member.peer for member in electors(parent.members)}
+    strangers = rules.admission_of(parent).strangers_of(peers)
     if slices and not rules.exchange:
         raise RemoteProtocolError(f"{where}: a run without exchange must not have slices")
     covered = [0] * len(rules.block_tiles)
@@ -165,8 +152,10 @@ def check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributio
             raise RemoteProtocolError(f"{where}: slice {piece.key} does not fit the plan")
         if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
             raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
-        if piece.reducer not in members:  # it need not contribute: it may help those who cannot be dialled
-            raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a peer that is not a member")
+        if strangers.issuperset(piece.contributors):
+            raise RemoteProtocolError(f"{where}: slice {piece.key} has values of strangers only")
+        if piece.reducer not in voters and piece.contributors != (piece.reducer,):
+            raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a peer that is no elector")
         covered[piece.block] += piece.tiles
     wanted = [sum(number for _, number in ranges) for ranges in due]
     if any(have not in (0, tiles) for have, tiles in zip(covered, wanted, strict=True)):
@@ -198,7 +187,7 @@ def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
     """Raises RemoteProtocolError where a plan for the child of `parent` cannot be carried out."""
     check_roster(rules, parent, plan.roster)
     check_slices(rules, parent, plan.roster, plan.slices)
-    where, roster = f"round {parent.round + 1}", {entry.peer for entry in plan.roster} - weightless(parent.members)
+    where, roster = f"round {parent.round + 1}", {entry.peer for entry in plan.roster}
     for piece in plan.slices:
         owners = roster if piece.block == 0 else parent.ownership[piece.block - 1]
         if set(piece.contributors) != roster & set(owners):
@@ -212,12 +201,11 @@ def due_blocks(rules: RunRules, parent: Manifest, roster: Collection[PeerId]) ->
 
     A leader adds columns that an owner is about to lose.
     """
-    counting = set(roster) - weightless(parent.members)
-    if not rules.exchange or not counting:
+    if not rules.exchange or not roster:
         return frozenset()
     round = parent.round + 1
     columns = {column for column, last in enumerate(parent.column_rounds) if round - last >= rules.expert_rounds}
     columns |= due_columns(parent.ownership, round, rules.expert_rounds)
-    owned = {1 + column for column in columns if set(parent.ownership[column]) & counting}
+    owned = {1 + column for column in columns if set(parent.ownership[column]) & set(roster)}
     shared = {0} if rules.due_shared(round) else set()
     return frozenset(block for block in owned | shared if rules.block_tiles[block])

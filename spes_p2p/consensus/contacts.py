@@ -83,9 +83,9 @@ class Contacts(Part):
         strangers there are; a new one of these may replace a silent one."""
         known = {member.peer for member in self._state.tip.members} | self._others.named.keys()
         admission = self._state.admission()
-        if peer in known or admission.is_trusted(peer):
+        if peer in known or admission.is_named(peer):
             return True
-        strangers = [p for p in self._others.contacts if p not in known and not admission.is_trusted(p)]
+        strangers = [p for p in self._others.contacts if p not in known and not admission.is_named(p)]
         if len(strangers) < MAX_NEWCOMERS:
             return True
         longest = min(strangers, key=lambda other: self._others.contacts[other].at)
@@ -109,7 +109,7 @@ class Contacts(Part):
     def forget(self, peer: PeerId) -> None:
         """Of a peer that is no member and was not heard for long nothing is kept."""
         del self._others.contacts[peer]
-        for kept in (self._others.heard_since, self._others.asked, self._others.asked_in_vain):
+        for kept in (self._others.asked, self._others.asked_in_vain):
             kept.pop(peer, None)
         self._others.refused_dial.discard(peer)
         self._state.round.sent.pop(peer, None)

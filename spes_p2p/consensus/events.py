@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.content import Envelope
-from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.manifest import Contribution, Manifest, Merge
+from spes_p2p.consensus.manifest import Manifest, Merge
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import Commit, DecayOrder, Intent, Report, Signed, Work
-from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
@@ -52,50 +49,10 @@ class SliceReduced:
 
 @dataclass(frozen=True)
 class SliceStaged:
-    """The tiles of a slice are on disk; `hashes` concatenates theirs.
-
-    `times_ours`: so many times as far as what was trained here it goes; 1e9 where it goes another way.
-    """
+    """The tiles of a slice are on disk; `hashes` concatenates theirs."""
 
     key: Key
     hashes: bytes
-    times_ours: float = 0.0
-
-
-class Finding(StrEnum):
-    """What came of making a slice again."""
-
-    SOUND = "sound"
-    FALSE = "false"
-    """It is not the mean of what its contributors committed to."""
-    LOSES_MANY = "loses many"
-    """It is, but of those who were named lost many are there."""
-    OPEN = "open"
-    """Not all that it takes was to be had."""
-
-
-@dataclass(frozen=True)
-class SliceAudited:
-    """What another reported of a slice was made again."""
-
-    report: Signed[Report]
-    finding: Finding
-
-
-@dataclass(frozen=True)
-class WorkAudited:
-    """The work of a peer that the tip counts was looked at: see `Verdict`; None where nothing can be said of it."""
-
-    entry: Contribution
-    finding: str | None
-
-
-@dataclass(frozen=True)
-class ColumnsTried:
-    """Columns were tried on held-out text, if that was possible; `harmful` names those that make the model worse."""
-
-    columns: tuple[Column, ...]
-    harmful: tuple[Hash, ...]
 
 
 @dataclass(frozen=True)
@@ -163,13 +120,9 @@ class BytesMoved:
 
 @dataclass(frozen=True)
 class CommitApplied:
-    """`commit` is the committed state here, whether voted or caught up with.
-
-    `ledger`: up to there; None where it is the child of our tip, whose ledger we derive.
-    """
+    """`commit` is the committed state here, whether voted or caught up with."""
 
     commit: Commit
-    ledger: Ledger | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +130,6 @@ class HistorySwitched:
     """Another history goes before ours: `commit` is the committed state here, in the place of our rounds."""
 
     commit: Commit
-    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -269,9 +221,6 @@ Event = (
     | TrainingProgressed
     | SliceReduced
     | SliceStaged
-    | SliceAudited
-    | WorkAudited
-    | ColumnsTried
     | FetchFailed
     | StagingFailed
     | SlicesLost

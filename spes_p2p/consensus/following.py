@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import Adopt, CatchUp
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import RENEWAL, Commit, Status
@@ -107,17 +106,14 @@ class Following(Part):
             piece.key in self._state.round.failed for piece in commit.manifest.slices
         )
 
-    def applied(self, commit: Commit, ledger: Ledger | None, now: float) -> None:
-        """`commit` is the committed state here, whether voted or caught up with; `ledger`: see `CommitApplied`."""
+    def applied(self, commit: Commit, now: float) -> None:
+        """`commit` is the committed state here, whether voted or caught up with."""
         before = self._state.round
         if commit.manifest.round > self._state.tip.round:
             if commit.manifest.parent == self._state.tip_hash and before.first_closed_at is not None:
                 trained = before.first_closed_at - before.started_at
                 self._pace.observe_round(max(trained, before.work.seconds))  # some of it may have been made ahead
             self._own.commit = commit
-            manifest = commit.manifest
-            counted = self._state.ledger.after(manifest.roster, manifest.audited) if ledger is None else ledger
-            self._state.ledger = counted
             self._lifecycle.enter(commit.manifest, now)
             self._others.short_since = self._others.counted_since = None
             if before.heavier is not None:  # it goes on coming, and may go before this one, too
@@ -128,11 +124,10 @@ class Following(Part):
         """The state of this one comes: until it is here we go on, but for votes (see `Leadership.can_vote`)."""
         self._state.round.heavier, self._state.round.heavier_at = heavier, now
 
-    def switched(self, commit: Commit, ledger: Ledger, now: float) -> None:
+    def switched(self, commit: Commit, now: float) -> None:
         """Another history goes before ours: `commit` is the committed state here, in place of our rounds."""
         is_back = place_of(commit.manifest) < place_of(self._state.tip)
         self._own.commit = commit
-        self._state.ledger = ledger
         self._lifecycle.enter(commit.manifest, now)
         if not is_back:
             self._others.short_since = self._others.counted_since = None

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import Send
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.content import Content, Envelope, Equivocation
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import most_new, rank
 from spes_p2p.consensus.messages import (
-    Accusation,
     Plan,
     Report,
     Signed,
     Status,
-    Verdict,
     Votes,
     plan_hash,
 )
@@ -31,9 +29,6 @@ from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import Contact
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId, sha256
-
-MOST_PROOFS = 16
-"""That somebody lies, in one message: the others come once a manifest has banned these."""
 
 
 @dataclass(eq=False)
@@ -105,8 +100,6 @@ class Gossip(Part):
         statuses += _remembered(contact)
         if beat_at is not None and theirs.unheard and self._state.is_member():
             statuses += self._passed_on(theirs, beat_at)
-        if theirs.head == current.tip_hash:
-            statuses += self._missed(peer, sent)
         if self._contacts.is_behind(theirs) or theirs.round < 0:
             commit = self._own.commit if _once(sent, "tip") else None
             return Envelope(self._me, statuses, commit=commit, answers=answers)
@@ -120,13 +113,10 @@ class Gossip(Part):
             plan=plan,
             ready=tuple(current.ready[entry] for entry in plan.value.roster) if plan else (),
             reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
-            accusations=self._accusations_for(sent, relay),
-            verdicts=self._verdicts_for(theirs, sent, relay),
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),
             commit=current.decided if relay and current.decided and _once(sent, "decided") else None,
             answers=answers,
-            equivocations=self._equivocations_for(sent) if relay else (),
         )
 
     def _looks_on(self, theirs: Status, newcomers: Collection[PeerId]) -> bool:
@@ -145,7 +135,7 @@ class Gossip(Part):
         strange = (contact.status for peer, contact in self._others.contacts.items() if peer not in members)
         here = (s.peer for s in strange if s.head == head and s.intent.joining and not s.intent.leaving)
         living = [peer for peer in here if self._contacts.alive(peer, now) and not admission.is_banned(peer)]
-        vouched = [peer for peer in living if admission.by_vouch and admission.may_vote(peer)]
+        vouched = [peer for peer in living if admission.has_strangers and admission.is_trusted(peer)]
         strangers = sorted((peer for peer in living if peer not in vouched), key=lambda peer: rank(head, peer))
         return vouched + strangers[: most_new(len(members))]
 
@@ -159,12 +149,6 @@ class Gossip(Part):
         asked = {*theirs.unheard} - {theirs.peer}
         known = (self._others.contacts.get(peer) for peer in self._state.electors if peer in asked)
         return tuple(contact.signed for contact in known if contact is not None and contact.at >= limit)
-
-    def _missed(self, receiver: PeerId, sent: set[object]) -> tuple[Signed[Status], ...]:
-        """Words of those whom a leader left out: the next one may not have heard them either."""
-        contacts = self._others.contacts
-        missed = [contacts[peer].signed for peer in sorted(self._state.round.missed - {receiver}) if peer in contacts]
-        return tuple(signed for signed in missed if _once(sent, ("missed", signed.author)))
 
     def _plan_for(self, theirs: Status, sent: set[object], relay: bool) -> Signed[Plan] | None:
         plan = self._state.round.plan
@@ -189,24 +173,6 @@ class Gossip(Part):
             if self._me in voids and index not in current.reports:
                 wanted.append(voids[self._me])
         return tuple(r for r in wanted if _once(sent, ("report", r.value.index, r.author)))
-
-    def _accusations_for(self, sent: set[object], relay: bool) -> tuple[Signed[Accusation], ...]:
-        """Ours at once, those of others with each heartbeat; of earlier rounds ours alone."""
-        current = self._state.round
-        now = [one for some in current.accusations.values() for one in some.values() if relay or one.author == self._me]
-        before = [some[self._me] for some in self._others.evidence.values() if relay and self._me in some]
-        return tuple(one for one in (*now, *before) if _once(sent, ("accusation", one.author, one.value.report)))
-
-    def _equivocations_for(self, sent: set[object]) -> tuple[Equivocation, ...]:
-        """Of electors: once a manifest has banned them everybody has it."""
-        known = [one for one in self._others.equivocations.values() if one.author in self._state.electors]
-        return tuple(one for one in known[:MOST_PROOFS] if _once(sent, ("equivocation", one.author)))
-
-    def _verdicts_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Verdict], ...]:
-        """Ours, and with each heartbeat those of electors that do not reach them."""
-        authors = {self._me, *(theirs.unheard if relay else ())}
-        known = [one for some in self._state.round.verdicts.values() for one in some.values() if one.author in authors]
-        return tuple(one for one in known if _once(sent, ("verdict", one.author, one.value.peer)))
 
     def _votes_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Votes, ...]:
         """Ours, with what they lack of the newest proposal and polka; and those of electors that do not reach them."""

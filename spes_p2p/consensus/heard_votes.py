@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from spes_p2p.consensus.content import Equivocation, says
 from spes_p2p.consensus.electorate import MAX_BALLOT, NIL, AnyVote, Electorate, is_polka, make_polka
 from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
@@ -23,7 +22,10 @@ AnyWord = TypeVar("AnyWord", Prevote, Precommit, Proposal)
 
 @dataclass
 class HeardVotes:
-    """Fills itself from messages whose signatures were checked; counts. Decides nothing. `polka` is the newest."""
+    """Fills itself from messages whose signatures were checked; counts. Decides nothing.
+
+    `polka` is the newest; `liars` are those who have said two things in one ballot.
+    """
 
     electorate: Electorate
     fingerprint: Hash
@@ -32,7 +34,7 @@ class HeardVotes:
     precommits: dict[PeerId, Signed[Precommit]] = field(default_factory=dict)
     proposals: dict[PeerId, Signed[Proposal]] = field(default_factory=dict)
     polka: Polka | None = None
-    evidence: dict[PeerId, Equivocation] = field(default_factory=dict)
+    liars: set[PeerId] = field(default_factory=set)
 
     def copy(self) -> HeardVotes:
         """An independent copy."""
@@ -41,7 +43,7 @@ class HeardVotes:
             prevotes=dict(self.prevotes),
             precommits=dict(self.precommits),
             proposals=dict(self.proposals),
-            evidence=dict(self.evidence),
+            liars=set(self.liars),
         )
 
     def take(self, votes: Votes) -> None:
@@ -71,28 +73,28 @@ class HeardVotes:
         )
 
     def _is_new(self, signed: Signed[AnyWord] | None, kept: Mapping[PeerId, Signed[AnyWord]]) -> bool:
-        """Whether it is the newest of its author, or the first proof against it."""
+        """Whether it is the newest of its author, or the first that shows that its author lies."""
         if signed is None or not self._is_in_order(signed):
             return False
         known = kept.get(signed.author)
         if known is None or known.value.ballot != signed.value.ballot:
             return ballot_of(known) < signed.value.ballot
-        return signed.author not in self.evidence and says(known) != says(signed)
+        return signed.author not in self.liars and _says(known) != _says(signed)
 
     def _take_vote(self, signed: Signed[AnyVote], kept: dict[PeerId, Signed[AnyVote]]) -> None:
-        """The newest of its author; of two in one ballot the first, and both are evidence."""
+        """The newest of its author; of two in one ballot the first: its author lies."""
         if not self._is_in_order(signed):
             return
         known = kept.get(signed.author)
         if known is not None and known.value.ballot == signed.value.ballot and known.value != signed.value:
-            self.evidence.setdefault(signed.author, _both(known, signed))
+            self.liars.add(signed.author)
         if ballot_of(known) < signed.value.ballot:
             kept[signed.author] = signed
 
     def has_more_of(self, elector: PeerId, record: VoteRecord) -> bool:
         """Whether words of this elector were heard that its record does not know."""
         heard = (self.prevotes.get(elector), self.precommits.get(elector), self.proposals.get(elector))
-        return heard != (record.prevote, record.precommit, record.proposal) or elector in self.evidence
+        return heard != (record.prevote, record.precommit, record.proposal) or elector in self.liars
 
     def forget(self, elector: PeerId, prevote: Signed[Prevote] | None) -> None:
         """Treats all that this elector said as unsaid. No polka may contain a later prevote of it than this one."""
@@ -107,8 +109,8 @@ class HeardVotes:
         if not self._is_proposal(signed):
             return
         known = self.proposals.get(signed.author)
-        if known is not None and known.value.ballot == proposal.ballot and says(known) != says(signed):
-            self.evidence.setdefault(signed.author, Equivocation(proposals=(known, signed)))
+        if known is not None and known.value.ballot == proposal.ballot and _says(known) != _says(signed):
+            self.liars.add(signed.author)
         if proposal.polka is not None:
             self._take_polka(proposal.polka)
         if ballot_of(known) < proposal.ballot:
@@ -191,8 +193,7 @@ class HeardVotes:
                 yield votes
 
 
-def _both(first: Signed[AnyVote], second: Signed[AnyVote]) -> Equivocation:
-    pair = (first, second)
-    if isinstance(first.value, Prevote):
-        return Equivocation(prevotes=cast("tuple[Signed[Prevote], ...]", pair))
-    return Equivocation(precommits=cast("tuple[Signed[Precommit], ...]", pair))
+def _says(signed: Signed[Prevote] | Signed[Precommit] | Signed[Proposal]) -> tuple[Hash, int]:
+    """What an elector may say once in a ballot, by the value and the ballot of the polka that came with it, or -1."""
+    said = signed.value
+    return said.value, said.polka_ballot if isinstance(said, Proposal) else -1

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.child_checks import check_child, check_commit, check_newcomers, check_plan
-from spes_p2p.consensus.content import Content, Envelope, Equivocation
-from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.content import Content, Envelope
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
-    Accusation,
     Commit,
     Plan,
     Report,
@@ -27,7 +24,7 @@ from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.state import MOST_PLANS
-from spes_p2p.consensus.statements import check_content
+from spes_p2p.consensus.statements import are_sane_shares, check_content
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.voting import Voting
@@ -44,7 +41,6 @@ class Inbound(Part):
 
     _leadership: Leadership
     _proposals: Proposals
-    _audits: Audits
     _round_plan: RoundPlan
     _voting: Voting
     _statuses: Statuses
@@ -59,17 +55,13 @@ class Inbound(Part):
         if is_asking and is_answer:
             liveness.answered.add(envelope.sender)
         for ready in envelope.ready:
-            self._round_plan.hear_ready(ready, now)
+            self._round_plan.hear_ready(ready)
         if envelope.plan is not None:
             new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
             new |= self._hear_report(report, now)
-        for accusation in envelope.accusations:
-            new |= self._hear_accusation(accusation)
         for votes in envelope.votes:
             new |= self._voting.hear(votes, now)
-        for evidence in envelope.equivocations:
-            self._hear_equivocation(evidence)
         for content in envelope.contents:
             new |= self._hear_content(content, envelope.sender, now)
         if envelope.commit is not None:
@@ -93,7 +85,7 @@ class Inbound(Part):
             current.plans_of[plan.leader] = current.plans_of.get(plan.leader, 0) + 1
             self._state.notify("refused", str(error), plan.leader)
             return True
-        if not current.ready.keys() >= set(plan.roster):
+        if not current.ready.keys() >= set(plan.roster) or not self._round_plan.has_quorum(plan, now):
             return False  # it comes again, with what its roster follows from
         current.plans_of[plan.leader] = current.plans_of.get(plan.leader, 0) + 1
         self._round_plan.take(signed, now)
@@ -106,7 +98,7 @@ class Inbound(Part):
     def _hear_report(self, signed: Signed[Report], now: float) -> bool:
         """Takes the first report of a slice; another one only when nobody could give what the first promised."""
         report, current = signed.value, self._state.round
-        if not self._is_of_our_plan(signed) or report.reducer in current.barred:
+        if not self._is_of_our_plan(signed):
             return False
         if report.index in current.reports or report.reducer in current.empty_reports.get(report.index, {}):
             return False
@@ -121,16 +113,6 @@ class Inbound(Part):
         self._state.note_progress(now)
         return True
 
-    def _hear_accusation(self, signed: Signed[Accusation]) -> bool:
-        return self._audits.hear(signed, self._is_of_our_plan(signed.value.report))
-
-    def _hear_equivocation(self, evidence: Equivocation) -> None:
-        """Two signed words of one elector are proof, whoever brings them. Others have no vote, and as many keys as they
-        like: their proofs would fill messages and the list of who is banned."""
-        is_asked = self._rules.faults is Faults.BYZANTINE
-        if is_asked and evidence.is_proof(self._rules.fingerprint) and evidence.author in self._state.electors:
-            self._voting.accuse(evidence)
-
     def _is_of_our_plan(self, signed: Signed[Report]) -> bool:
         """Whether another may report this of a slice of our plan."""
         report, current = signed.value, self._state.round
@@ -143,11 +125,11 @@ class Inbound(Part):
             return False
         piece = plan.slices[report.index]
         used = tuple(peer for peer in piece.contributors if peer in report.contributors)
-        fits = report.reducer in reducer_order(piece)
+        fits = report.reducer in reducer_order(piece, self._state.electors)
         fits &= report.piece == replace(piece, reducer=report.reducer, contributors=used)
         if not fits or len(report.wire_hashes) != (piece.tiles if report.contributors else 0):
             return False
-        if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes):
+        if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes) or not are_sane_shares(report):
             return False
         out = [peer for peer, _ in report.left_out]
         if len(set(out)) != len(out) or not set(out) <= set(piece.contributors):
@@ -160,7 +142,7 @@ class Inbound(Part):
         if name not in self._proposals.lacks():
             return False
         try:
-            check_child(self._rules, current.tip, self._state.ledger, content.manifest)
+            check_child(self._rules, current.tip, content.manifest)
             check_newcomers(self._rules, current.tip, content.manifest)
         except RemoteProtocolError as error:
             current.refused.add(name)
@@ -171,9 +153,6 @@ class Inbound(Part):
         except RemoteProtocolError as error:  # its hash does not say what it follows from: another may bring it whole
             self._state.notify("refused", str(error), sender)
             return False
-        if self._audits.is_barred(content):
-            current.refused.add(name)
-            return True
         self._proposals.take(content, now)
         current.failed.clear()
         self._state.note_progress(now)
@@ -181,7 +160,7 @@ class Inbound(Part):
 
     def check_content(self, content: Content) -> None:
         """Raises RemoteProtocolError where a manifest is not what its statements make of our tip."""
-        check_content(self._rules, self._state.tip, self._state.ledger, content)
+        check_content(self._rules, self._state.tip, content)
 
     def _hear_commit(self, commit: Commit, sender: PeerId, now: float) -> bool:
         current, manifest = self._state.round, commit.manifest
@@ -190,7 +169,7 @@ class Inbound(Part):
         if manifest.parent != current.tip_hash or current.decided is not None:
             return False  # rule `follow` asks for the headers
         try:
-            check_commit(self._rules, current.tip, self._state.ledger, commit, self._state.identity.check_signature)
+            check_commit(self._rules, current.tip, commit, self._state.identity.check_signature)
         except RemoteProtocolError as error:
             self._state.notify("refused", str(error), sender)
             return True

@@ -20,7 +20,6 @@ from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
-from spes_p2p.consensus.work_audits import WorkAudits
 from spes_p2p.ids import PeerId
 
 
@@ -30,7 +29,6 @@ class Lifecycle(Part):
 
     _contacts: Contacts
     _round_plan: RoundPlan
-    _work_audits: WorkAudits
     _staging: Staging
     _voting: Voting
 
@@ -49,17 +47,12 @@ class Lifecycle(Part):
         self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
         self._contacts.note_members()
         named = {member.peer for member in tip.members}
+        self._others.voted_twice &= named
         self._others.kept_waiting -= {entry.peer for entry in tip.roster}
-        for known in (self._others.evidence, self._others.equivocations, self._others.leaving_since):
-            for peer in known.keys() - named:
-                del known[peer]
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
             self._contacts.forget(peer)
         for contact in self._others.contacts.values():
-            self._round_plan.hear_ready(declared(contact.signed), now)
-            if contact.status.head == self._state.tip_hash:
-                self._state.note_here(contact.status, now)
-        self._work_audits.enter()
+            self._round_plan.hear_ready(declared(contact.signed))
 
     def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""

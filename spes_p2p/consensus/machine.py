@@ -18,7 +18,6 @@ from typing import ClassVar
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
-from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
@@ -60,15 +59,8 @@ def take(event: on.Event, parts: Parts, now: float) -> bool:
             parts.round_plan.trained(work, now)
         case on.SliceReduced(report):
             parts.reducing.reduced(report, now)
-        case on.SliceStaged(key, hashes, times_ours):
+        case on.SliceStaged(key, hashes):
             parts.staging.staged(key, hashes, now)
-            parts.audits.staged(key, times_ours)
-        case on.SliceAudited(report, finding):
-            parts.audits.audited(report, finding, now)
-        case on.WorkAudited(entry, finding):
-            parts.work_audits.audited(entry, finding)
-        case on.ColumnsTried(columns, harmful):
-            parts.trials.tried(columns, harmful, now)
         case on.FetchFailed(key, is_unfit):
             parts.staging.fetch_failed(key, now, is_unfit)
         case on.StagingFailed(key):
@@ -86,12 +78,12 @@ def take(event: on.Event, parts: Parts, now: float) -> bool:
         case on.CatchUpFailed(is_ours):
             parts.following.catch_up_failed(now, is_ours)
         # where we stand, or what we may and want to do, is another
-        case on.CommitApplied(commit, ledger):
-            parts.following.applied(commit, ledger, now)
+        case on.CommitApplied(commit):
+            parts.following.applied(commit, now)
         case on.HeavierFound(manifest):
             parts.following.goes_over(manifest, now)
-        case on.HistorySwitched(commit, ledger):
-            parts.following.switched(commit, ledger, now)
+        case on.HistorySwitched(commit):
+            parts.following.switched(commit, now)
         case on.LighterFound(tip_hash):
             parts.following.stays(tip_hash)
         case on.IncarnationBegun(incarnation):
@@ -116,8 +108,8 @@ class Start:
     """What a peer begins with: mostly what it finds on its disk.
 
     `record` is what a restarted elector has bound itself to; `first_sequence` differs in each life of a peer, and
-    rises. `seeds` hear our statuses from the beginning. `secret`: what this peer draws follows from it. `ledger`: up to
-    the tip. `keeps_states`: see `Own`.
+    rises. `seeds` hear our statuses from the beginning. `secret`: what this peer draws follows from it. `keeps_states`:
+    see `Own`.
     """
 
     incarnation: int
@@ -128,7 +120,6 @@ class Start:
     first_sequence: int = 0
     seeds: tuple[PeerId, ...] = ()
     secret: bytes = b""
-    ledger: Ledger = EMPTY
     keeps_states: bool = True
 
 
@@ -161,7 +152,7 @@ class Consensus:
         )  # fmt: skip
         others = Others(seeds=start.seeds, told_round=start.tip.round)
         round = RoundState(start.tip, name, new_vote(identity, start.tip), now, now)
-        core = cls(State(identity, pace, own, others, round, start.ledger, Liveness(), now, last_event=now))
+        core = cls(State(identity, pace, own, others, round, Liveness(), now, last_event=now))
         lifecycle = core._parts.lifecycle
         lifecycle.enter(start.tip, now)
         if start.record is not None and start.record.parent == name:
@@ -194,8 +185,6 @@ class Consensus:
         """Takes a message in. One without news (most heartbeats) does not cause the rules to be tried."""
         parts = self._parts
         parts.lifecycle.notice_sleep(now)
-        for verdict in event.envelope.verdicts:
-            parts.work_audits.hear(verdict)
         new = parts.inbound.take(event.envelope, now)
         if self._listen(now) or new:
             self._advance(now)
@@ -244,10 +233,6 @@ class Consensus:
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
         return self._parts.round_plan.is_counted(parent, entry)
-
-    def has_counted(self, parent: Hash, entry: Contribution) -> bool:
-        """Whether our tip has counted this work on top of `parent`: auditors may ask for it yet."""
-        return parent == self.tip.parent and entry.peer == self.me and entry in self.tip.roster
 
     def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
         """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from spes_p2p.consensus.membership import Member, Roll, trainers
 from spes_p2p.data.leases import Leases
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
+SHARE = 1000
+"""All of it, where a share is told as an integer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -21,14 +22,12 @@ class Contribution:
     """One roster entry: the uncounted work that a peer brings into a round.
 
     `tokens` is its weight, `steps` its inner steps, `sequences` how many leased sequences it used, from the front.
-    `commitment` names the values that it brings (see `Inputs`) where a run is audited.
     """
 
     peer: PeerId
     tokens: int
     steps: int
     sequences: int
-    commitment: Hash = NO_HASH
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,16 @@ class Slice:
         return range(self.first_tile, self.first_tile + self.tiles)
 
 
+@dataclass(frozen=True, order=True)
+class Credit:
+    """How much of what a stranger gave counted, of `SHARE`: in the newest round that had something of it, and on
+    average over its rounds, of which newer ones weigh more."""
+
+    peer: PeerId
+    share: int
+    average: int
+
+
 @dataclass(frozen=True)
 class Merge:
     """The merge warm-up of a round: alpha (an fp32 value) and neighbours[layer][expert]."""
@@ -70,26 +79,15 @@ class Decay:
     steps: int
 
 
-@dataclass(frozen=True, order=True)
-class Audited:
-    """What auditors found of the work that `peer` brought into the round before (see `membership`)."""
-
-    peer: PeerId
-    finding: str
-
-
 @dataclass(frozen=True)
 class Manifest:
     """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
 
     `counted` is what its chain has counted of trusted peers (see `place`).
     `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
-    `ledger` is the root of what was counted of each peer up to here, this round included (see `Ledger`).
     `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
-    the organiser's newest that a round has taken up, None where there is none yet. `banned` are those of whom a quorum
-    of electors has said that they handed out what is no mean, and who failed audits again and again; `vouched` are
-    those for whom two thirds of the electors have vouched; both sorted. `audited` is what came of auditing work that
-    the parent counted, sorted.
+    the organiser's newest that a round has taken up, None where there is none yet. `strangers` is how
+    much of what strangers gave counted, of those who are members, sorted.
     """
 
     wire_version: int
@@ -103,7 +101,6 @@ class Manifest:
     slices: tuple[Slice, ...]
     wire_root: Hash
     state_root: Hash
-    ledger: Hash
     merge: Merge | None
     members: tuple[Member, ...]
     ownership: Ownership
@@ -112,14 +109,17 @@ class Manifest:
     steps_per_round: int
     decay: Decay | None
     roll: Roll | None
-    banned: tuple[PeerId, ...] = ()
-    audited: tuple[Audited, ...] = ()
-    vouched: tuple[PeerId, ...] = ()
+    strangers: tuple[Credit, ...] = ()
 
     @cached_property
     def training(self) -> frozenset[tuple[PeerId, int]]:
         """Who trains in the next round, each in its incarnation."""
         return frozenset((member.peer, member.incarnation) for member in trainers(self.members))
+
+    def credit_of(self, peer: PeerId) -> tuple[float, float] | None:
+        """How much of what a stranger gave counted, from 0 to 1: lately, and on average; None of anybody else."""
+        found = next((credit for credit in self.strangers if credit.peer == peer), None)
+        return None if found is None else (found.share / SHARE, found.average / SHARE)
 
     def tile_ids_of(self, peer: PeerId) -> frozenset[int]:
         """Tiles that its values went into."""
@@ -127,17 +127,8 @@ class Manifest:
 
 
 def manifest_hash(manifest: Manifest) -> Hash:
-    """The name of a manifest: SHA-256 over those of its packed fields, so that a few of them can be shown alone."""
-    known: Hash | None = manifest.__dict__.get("_content_hash")
-    if known is None:
-        known = name_by_fields([sha256(pack(getattr(manifest, name))) for name in Manifest.__dataclass_fields__])
-        object.__setattr__(manifest, "_content_hash", known)
-    return known
-
-
-def name_by_fields(hashes: Sequence[Hash]) -> Hash:
-    """The name of the manifest whose packed fields, in order, have these SHA-256."""
-    return sha256(pack(("Manifest", tuple(hashes))))
+    """The name of a manifest."""
+    return content_hash(manifest)
 
 
 def content_hash(value: Any) -> Hash:

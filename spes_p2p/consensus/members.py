@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spes_p2p.consensus.bounds import is_sane_intent
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.membership import rank, trainers
@@ -11,7 +12,6 @@ from spes_p2p.consensus.messages import Declaration, Intent, Signed, Status, dec
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.place import roll_number
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.statements import is_sane_declaration
 from spes_p2p.ids import NO_HASH, PeerId
 
 
@@ -50,17 +50,16 @@ class Members(Part):
         )
 
     def _silent(self) -> tuple[PeerId, ...]:
-        """Members who may vote and whom we do not hear, not even through others."""
+        """Trusted members whom we do not hear, not even through others."""
         admission, now = self._state.admission(), self._state.last_event
-        may_vote = (member.peer for member in self._state.tip.members if admission.may_vote(member.peer))
-        return tuple(peer for peer in may_vote if not self._contacts.alive(peer, now))
+        trusted = (member.peer for member in self._state.tip.members if admission.is_trusted(member.peer))
+        return tuple(peer for peer in trusted if not self._contacts.alive(peer, now))
 
     def announced_intent(self) -> Intent:
         told, measured = self._own.intent.uplink_bytes_per_second, self._own.uplink_bytes_per_second
         uplink = min(told, measured) if told and measured else told or measured
         can_vote = self._own.intent.can_vote and self._liveness.can_be_counted_on(self._pace, self._state.last_event)
-        vouches = self._own.intent.vouches if self._state.is_elector() and self._rules.by_vouch else ()
-        return replace(self._own.intent, uplink_bytes_per_second=uplink, can_vote=can_vote, vouches=vouches)
+        return replace(self._own.intent, uplink_bytes_per_second=uplink, can_vote=can_vote)
 
     def members_here(self, now: float) -> list[Status]:
         """Statuses of living members on our head, ours included."""
@@ -114,14 +113,13 @@ class Members(Part):
         members = {member.peer for member in tip.members}
         others = self._others.contacts.items()
         known = [self.own_declaration(), *(declared(c.signed) for peer, c in others if self._contacts.alive(peer, now))]
-        named = [one for one in known if is_sane_declaration(self._rules, tip, one.value)]
+        named = [one for one in known if is_sane_intent(one.value.intent, self._rules.num_columns)]
         here = [one for one in named if one.author in members or self._would_join(one.value)]
 
         def place(one: Signed[Declaration]) -> tuple[bool, bool, bool, bytes]:
             peer = one.author
-            is_vouched = admission.by_vouch and admission.may_vote(peer)
             turn = rank(self._state.tip_hash, peer)
-            return peer not in self._state.electors, peer not in members, not is_vouched, turn
+            return peer not in self._state.electors, peer not in members, not admission.is_trusted(peer), turn
 
         return sorted(here, key=place)
 

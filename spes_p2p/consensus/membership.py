@@ -25,18 +25,6 @@ MAX_VOUCHED = 64
 MAX_ELECTORS = 31
 """Where electors are vouched for: each round takes votes of a third of them twice over, and all hear all."""
 MAX_BANNED = 128
-MAX_MANIFEST_BANS = 1024
-"""Peers that manifests of a run ban: the list is in each."""
-PROBATION = 3
-"""Audits that a newcomer must pass until its work counts in full, and so many more for each that somebody fails."""
-HALF = 1
-"""With so many to pass yet it counts half, with more not at all."""
-MOST_PROBATION = 6
-"""Who would have to pass more is banned: a newcomer that has failed twice, anybody who has failed three times."""
-PASSED, FAILED, WITHHELD = "passed", "failed", "withheld"
-"""What auditors find of work: it was done, it was not, or it was not shown to them."""
-FEWEST_AUDITORS = 3
-"""Where fewer could audit somebody, nobody is audited: it would be the word of one or two."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,10 +37,6 @@ class Member:
     link_class: int
     trains: bool = True
     """False: it reduces, holds and votes, and has neither data nor columns (`bootstrap --serve`)."""
-    probation: int = 0
-    """Audits of its work that it must pass yet, until that counts in full (see `weights`)."""
-    waited: int = 0
-    """Rounds on probation in which its work was counted, while nothing was found against it (see `standing`)."""
 
 
 @dataclass(frozen=True)
@@ -74,40 +58,39 @@ class Roll:
 
 @dataclass(frozen=True)
 class Admission:
-    """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote.
+    """Who may take part and who is trusted, by the newest roll. Without `has_strangers` every member is.
 
-    `banned`: by a manifest (see `Manifest` and `still_banned`). `vouched`: by electors.
-    `epoch`: what electors are drawn by where too many may vote.
+    `epoch`: what electors are drawn by where more than `MAX_ELECTORS` are trusted.
     """
 
     roll: Roll | None = None
-    by_vouch: bool = False
+    has_strangers: bool = False
     organiser: PeerId = NOBODY
-    banned: tuple[PeerId, ...] = ()
-    vouched: tuple[PeerId, ...] = ()
     epoch: Hash = NO_HASH
 
-    def may_vote(self, peer: PeerId) -> bool:
-        return not self.by_vouch or self.is_trusted(peer)
-
     def is_trusted(self, peer: PeerId) -> bool:
-        """Whether somebody vouches for it whose word counts, wherever who votes is asked."""
-        by_roll = self.roll.vouched if self.roll is not None else ()
-        return peer == self.organiser or peer in by_roll or peer in self.vouched
+        """Whether it votes, leads and reduces when it is a member: the organiser vouches for it, or for everybody."""
+        return not self.has_strangers or self.is_named(peer)
+
+    def is_named(self, peer: PeerId) -> bool:
+        """Whether the organiser vouches for it by name, or it is the organiser."""
+        return peer == self.organiser or (self.roll is not None and peer in self.roll.vouched)
+
+    def strangers_of(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
+        """Those who are not trusted."""
+        return frozenset(peer for peer in peers if not self.is_trusted(peer))
 
     def drawn(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
-        """Of those who may vote the ones that do."""
-        known = [*peers]
-        few = not self.by_vouch or len(known) <= MAX_ELECTORS
-        return frozenset(known if few else sorted(known, key=lambda peer: rank(self.epoch, peer))[:MAX_ELECTORS])
+        """Of those who are trusted the ones that vote."""
+        return frozenset(sorted(peers, key=lambda peer: rank(self.epoch, peer))[:MAX_ELECTORS])
 
     def is_banned(self, peer: PeerId) -> bool:
-        return peer in self.all_banned
+        return peer in self.banned
 
     @property
-    def all_banned(self) -> frozenset[PeerId]:
-        """By the organiser and by manifests."""
-        return frozenset(self.banned) | frozenset(self.roll.banned if self.roll is not None else ())
+    def banned(self) -> tuple[PeerId, ...]:
+        """By the organiser."""
+        return self.roll.banned if self.roll is not None else ()
 
 
 EVERYBODY = Admission()
@@ -118,16 +101,6 @@ def newest_roll(one: Roll | None, other: Roll | None) -> Roll | None:
     return max((roll for roll in (one, other) if roll is not None), key=lambda roll: roll.number, default=None)
 
 
-def still_banned(banned: Iterable[PeerId], before: Roll | None, roll: Roll | None) -> tuple[PeerId, ...]:
-    """Whom a child with `roll` bans of those that its parent, whose roll is `before`, has `banned`.
-
-    The organiser lifts a ban by vouching anew. A vouch from before the ban lifts nothing: electors lie, too.
-    """
-    known = before.vouched if before is not None else ()
-    lifted = {peer for peer in (roll.vouched if roll is not None else ()) if peer not in known}
-    return tuple(peer for peer in banned if peer not in lifted)
-
-
 def electors(members: Iterable[Member]) -> tuple[Member, ...]:
     """The members that vote on the child of the manifest that names them."""
     return tuple(member for member in members if member.elector)
@@ -136,23 +109,6 @@ def electors(members: Iterable[Member]) -> tuple[Member, ...]:
 def trainers(members: Iterable[Member]) -> tuple[Member, ...]:
     """The members that may own columns, hold leases and contribute values."""
     return tuple(member for member in members if member.trains)
-
-
-def weightless(members: Iterable[Member]) -> frozenset[PeerId]:
-    """Those who train and have too many audits to pass for their work to count.
-
-    Nobody where fewer than `FEWEST_AUDITORS` would be left: who would let the others out?
-    """
-    training = trainers(members)
-    waiting = {member.peer for member in training if member.probation > HALF}
-    return frozenset(waiting if len(training) - len(waiting) >= FEWEST_AUDITORS else ())
-
-
-def able_auditors(members: Iterable[Member]) -> tuple[PeerId, ...]:
-    """Who may audit what others trained: electors whose own work counts."""
-    members = tuple(members)
-    waiting = weightless(members)
-    return tuple(member.peer for member in trainers(electors(members)) if member.peer not in waiting)
 
 
 def rank(parent: Hash, peer: PeerId) -> bytes:
@@ -186,9 +142,9 @@ def next_members(
     new = [member for member in newcomers if member.peer not in gone and member.peer not in staying]
     back = [member for member in new if member.peer in known]  # in another incarnation
     others = [member for member in new if member.peer not in known]
-    vouched = [member for member in others if admission.by_vouch and admission.may_vote(member.peer)]
+    vouched = [member for member in others if admission.has_strangers and admission.is_trusted(member.peer)]
     strangers = [member for member in others if member not in vouched][: most_new(len(known))]
-    kept_free = MAX_VOUCHED if admission.by_vouch else 0
+    kept_free = MAX_VOUCHED if admission.has_strangers else 0
     named = [*back, *vouched][: max(0, most - len(staying))]
     named += strangers[: max(0, most - kept_free - len(staying) - len(named))]
     taking_part = staying | {member.peer: member for member in named}
@@ -208,24 +164,18 @@ def with_votes(
 ) -> tuple[Member, ...]:
     """`chosen` with the flags that follow from `current`, the members that the parent names.
 
-    A peer that may vote does so next time if it is a member already, in the same incarnation. Where none would be left
+    A trusted peer votes next time if it is a member already, in the same incarnation. Where none would be left
     to vote (the last elector leaves and only newcomers stay), all who may do: the electors that go have signed it.
-    Whether it trains stays the same for an incarnation. Nobody is on probation yet (see `standing`).
+    Whether it trains stays the same for an incarnation.
     """
     known = {(member.peer, member.incarnation): member.trains for member in current}
     rows = [
-        (member, known.get((member.peer, member.incarnation)), admission.may_vote(member.peer)) for member in chosen
+        (member, known.get((member.peer, member.incarnation)), admission.is_trusted(member.peer)) for member in chosen
     ]
     none_left = all(trains is None for _, trains, votes in rows if votes)
     able = (member.peer for member, trains, votes in rows if votes and (none_left or trains is not None))
     voters = admission.drawn(able)
     return tuple(
-        replace(
-            member,
-            elector=member.peer in voters,
-            trains=member.trains if trains is None else trains,
-            probation=0,
-            waited=0,
-        )
+        replace(member, elector=member.peer in voters, trains=member.trains if trains is None else trains)
         for member, trains, _ in rows
     )

@@ -88,7 +88,7 @@ class Work:
     """How far a peer has trained since the last commit that counted it.
 
     `ready_in_seconds` is when a running step will be done (0 when ready); `expected_tokens` what it means to train in a
-    whole round; `seconds` how long it trained in this round. `commitment`: see `Contribution`.
+    whole round; `seconds` how long it trained in this round.
     """
 
     ready: bool = False
@@ -98,15 +98,13 @@ class Work:
     seconds: float = 0.0
     ready_in_seconds: float = 0.0
     expected_tokens: int = 0
-    commitment: Hash = NO_HASH
 
 
 @dataclass(frozen=True)
 class Intent:
     """What a peer wants: to take part, to leave, which columns; and what it can offer.
 
-    `serving`: it takes part without training: it reduces, holds and votes. `vouches`: whom it, as an elector, would
-    have vote, sorted.
+    `serving`: it takes part without training: it reduces, holds and votes.
     """
 
     joining: bool = False
@@ -118,7 +116,6 @@ class Intent:
     uplink_bytes_per_second: int = 0
     can_vote: bool = True
     serving: bool = False
-    vouches: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,7 +233,8 @@ class Report:
 
     `piece` is slice `index` of `plan` with its reducer and those whose values went in. `left_out` names contributors
     that were lost or refused, with the reason. Without contributors and hashes it is a void report: this reducer has no
-    values that are fit, the next in order tries.
+    values that are fit, the next in order tries. `shares`: of each contributor how much of what it gave counted, of
+    `SHARE`; empty where all are trusted.
     """
 
     parent: Hash
@@ -245,6 +243,7 @@ class Report:
     piece: Slice
     wire_hashes: tuple[Hash, ...]
     left_out: tuple[tuple[PeerId, str], ...] = ()
+    shares: tuple[int, ...] = ()
 
     @property
     def reducer(self) -> PeerId:
@@ -253,28 +252,6 @@ class Report:
     @property
     def contributors(self) -> tuple[PeerId, ...]:
         return self.piece.contributors
-
-
-@dataclass(frozen=True)
-class Accusation:
-    """Its author has made a slice again, of what its contributors committed to: the mean is not what was reported.
-
-    Or, `loses_many`: it is, but many who were named lost are there.
-    """
-
-    fingerprint: Hash
-    report: Signed[Report]
-    loses_many: bool = False
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What its author, drawn to audit it, found of the work of `peer` that manifest `parent` counts."""
-
-    fingerprint: Hash
-    parent: Hash
-    peer: PeerId
-    finding: str
 
 
 @dataclass(frozen=True)

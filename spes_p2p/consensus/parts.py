@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.fairness import Fairness
 from spes_p2p.consensus.following import Following
 from spes_p2p.consensus.gossip import Gossip
 from spes_p2p.consensus.holders import Holders
@@ -25,9 +23,7 @@ from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import State
 from spes_p2p.consensus.statuses import Statuses
-from spes_p2p.consensus.trials import Checks, Trials
 from spes_p2p.consensus.voting import Voting
-from spes_p2p.consensus.work_audits import WorkAudits
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,6 @@ class PartClasses:
     leadership: type[Leadership] = Leadership
     members: type[Members] = Members
     proposals: type[Proposals] = Proposals
-    audits: type[Audits] = Audits
-    trials: type[Trials] = Trials
-    fairness: type[Fairness] = Fairness
-    work_audits: type[WorkAudits] = WorkAudits
     staging: type[Staging] = Staging
     round_plan: type[RoundPlan] = RoundPlan
     reducing: type[Reducing] = Reducing
@@ -65,19 +57,14 @@ class Parts:
         self.leadership = leadership = classes.leadership(state, contacts)
         self.proposals = proposals = classes.proposals(state, contacts, leadership)
         self.members = members = classes.members(state, contacts, leadership, proposals)
-        self.audits = audits = classes.audits(state, proposals)
-        self.trials = trials = classes.trials(state)
-        self.work_audits = work_audits = classes.work_audits(state)
-        self.fairness = fairness = classes.fairness(state, contacts, members, trials)
-        checks = Checks(audits, trials)
-        self.staging = staging = classes.staging(state, contacts, holders, proposals, checks)
-        self.round_plan = classes.round_plan(state, contacts, leadership, members, fairness)
-        self.reducing = classes.reducing(state, contacts, proposals, staging, checks)
-        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, fairness)
-        self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, work_audits, staging, voting)
+        self.staging = staging = classes.staging(state, contacts, holders, proposals)
+        self.round_plan = classes.round_plan(state, contacts, leadership, members)
+        self.reducing = classes.reducing(state, contacts, proposals, staging)
+        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals)
+        self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, staging, voting)
         self.quorum = classes.quorum(state, contacts, members, proposals)
         self.renewing = classes.renewing(state, contacts, leadership, voting)
         self.following = classes.following(state, contacts, proposals, lifecycle)
         self.statuses = statuses = classes.statuses(state, contacts, leadership, self.round_plan, voting)
         self.gossip = classes.gossip(state, contacts, leadership, members, proposals, staging)
-        self.inbound = classes.inbound(state, leadership, proposals, audits, self.round_plan, voting, statuses)
+        self.inbound = classes.inbound(state, leadership, proposals, self.round_plan, voting, statuses)

@@ -46,7 +46,7 @@ def roll_number(manifest: Manifest) -> int:
 def counted_in(roster: Sequence[Contribution], admission: Admission) -> int:
     """What a round with this roster counts for its history: one member that claims a lot is worth two others."""
     trusted = sorted(
-        entry.tokens for entry in roster if admission.may_vote(entry.peer) and not admission.is_banned(entry.peer)
+        entry.tokens for entry in roster if admission.is_trusted(entry.peer) and not admission.is_banned(entry.peer)
     )
     most = MOST_TIMES_MEDIAN * trusted[(len(trusted) - 1) // 2] if trusted else 0
     return sum(min(tokens, most) for tokens in trusted)

@@ -11,7 +11,6 @@ from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.state import HOPELESS, Key
-from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.ids import Hash
 
 MOST_CONTENTS = 32
@@ -67,14 +66,8 @@ class Proposals(Part):
         return bool(self._state.record.pinned) or self.target() is not None
 
     def verified_before(self) -> Content | None:
-        """One whose state is here, of an earlier ballot: a free leader takes it up, which saves everybody's work.
-
-        Not one that leaves out an elector who lives here, too: another leader may have been told that it leaves.
-        """
-        current = self._state.round
-        unfit = {name for name, verdict in current.vote.verdicts.items() if verdict is Verdict.INCOMPLETE}
-        fit = current.verified - unfit - current.unfair
-        return next((found for name in fit if (found := self.named(name)) is not None), None)
+        """One whose state is here, of an earlier ballot: a free leader takes it up, which saves everybody's work."""
+        return next((found for name in self._state.round.verified if (found := self.named(name)) is not None), None)
 
     def refuse_with(self, key: Key, hashes: bytes) -> None:
         """Refuses all manifests with these tiles: no honest peer votes for one, and a leader that lies may insist."""
@@ -96,7 +89,6 @@ class Proposals(Part):
         name = manifest_hash(content.manifest)
         needed = {name, *self.wanted(), *current.verified, *self._state.record.pinned}
         current.contents[name] = content
-        self._state.note_time(current.contents_since, name, now)
         for other in [at for at in current.contents if at not in needed][
             : max(0, len(current.contents) - MOST_CONTENTS)
         ]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import Build, Reduce
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.content import joined_hashes
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import LOST, Report, Signed, plan_hash
 from spes_p2p.consensus.part import Part
@@ -16,7 +15,6 @@ from spes_p2p.consensus.rules import Outcome, merge_alpha_for, next_step
 from spes_p2p.consensus.slices import reducer_order
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.statements import counted
-from spes_p2p.consensus.trials import Checks
 from spes_p2p.ids import NO_HASH, PeerId
 
 SURE = 2
@@ -30,7 +28,6 @@ class Reducing(Part):
     _contacts: Contacts
     _proposals: Proposals
     _staging: Staging
-    _checks: Checks
 
     def reduce(self, now: float) -> bool:
         """The first peer in a slice's order that is able to reduces it."""
@@ -61,8 +58,8 @@ class Reducing(Part):
         if chosen is None:
             return False
         pieces = (signed.value.piece for signed in chosen)
-        roster = counted(self._rules, current.tip, current.plan.value.roster, pieces)
-        step = next_step(current.tip.step, roster, self._rules.clips, current.tip.members)
+        roster = counted(self._rules, current.plan.value.roster, pieces)
+        step = next_step(current.tip.step, roster, self._rules.admission_of(current.tip))
         alpha = merge_alpha_for(self._rules, current.tip.step, step)
         current.reducing.clear()
         current.building = Build(roster, chosen, alpha)
@@ -75,8 +72,8 @@ class Reducing(Part):
         voids = current.empty_reports.get(index)
         if voids and sum(_saw_all(void.value, piece) for void in voids.values()) >= SURE:
             return None
-        for peer in reducer_order(piece):
-            if (voids and peer in voids) or peer in current.barred or not self._may_reduce(peer, now):
+        for peer in reducer_order(piece, self._state.electors):
+            if (voids and peer in voids) or not self._may_reduce(peer, now):
                 continue
             if peer == self._me:
                 return peer
@@ -109,12 +106,7 @@ class Reducing(Part):
                     return None
                 lost_blocks.add(piece.block)
         found = [current.reports[index] for index in sorted(current.reports)]
-        whole = [signed for signed in found if signed.value.piece.block not in lost_blocks]
-        handed_out = list(zip((signed.value.piece for signed in whole), joined_hashes(whole), strict=True))
-        if self._checks.are_pending(handed_out):
-            return None
-        harmful = self._checks.trials.harmful_blocks(handed_out)
-        return tuple(signed for signed in whole if signed.value.piece.block not in harmful)
+        return tuple(signed for signed in found if signed.value.piece.block not in lost_blocks)
 
     def reduced(self, report: Report, now: float) -> None:
         """A slice was reduced here and its tiles are staged; without contributors: nobody's values were fit."""

@@ -181,7 +181,7 @@ class Renewing(Part):
     def _tell_who_is_lacking(self, admission: Admission, now: float) -> None:
         """A person must help. The node says it once for each text."""
         waiting = (status.peer for status in self._waiting(now) if not admission.is_banned(status.peer))
-        strangers = sorted(peer for peer in waiting if not admission.may_vote(peer))
+        strangers = sorted(peer for peer in waiting if not admission.is_trusted(peer))
         if strangers:
             whom = ", ".join(short(peer) for peer in strangers[:6])
             text = f"the run can go on when somebody is here who may vote: vouch for one of {whom} (spes-p2p run vouch)"
@@ -203,7 +203,7 @@ def signed_renewal(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Com
 
 
 def _is_trusted(admission: Admission, peer: PeerId) -> bool:
-    return admission.may_vote(peer) and not admission.is_banned(peer)
+    return admission.is_trusted(peer) and not admission.is_banned(peer)
 
 
 def known_link_class(status: Status) -> int:

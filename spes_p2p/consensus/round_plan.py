@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.consensus.actions import CloseTraining
-from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.fairness import LEADERS_LEAST_ROUND, Fairness
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.manifest import Contribution, Manifest
+from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.membership import LINK_PUBLIC, trainers, weightless
+from spes_p2p.consensus.membership import LINK_PUBLIC, trainers
 from spes_p2p.consensus.messages import Declaration, Plan, Signed, Status, Work
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.rules import capped_tokens, counts
 from spes_p2p.consensus.sizes import plan_fits
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
-from spes_p2p.consensus.state import MOST_READY
+from spes_p2p.consensus.state import MOST_READY, RoundState, State
 from spes_p2p.consensus.statements import contribution, members_after
 from spes_p2p.consensus.turns import due_columns
 from spes_p2p.ids import Hash
@@ -32,7 +31,6 @@ class RoundPlan(Part):
     _contacts: Contacts
     _leadership: Leadership
     _members: Members
-    _fairness: Fairness
 
     def close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
@@ -41,45 +39,43 @@ class RoundPlan(Part):
             return False
         current.closing = current.vote.ballot
         current.closed_at = now
-        self._note_close(now)
+        _note_close(current, now)
         return True
 
     def stop_training(self, now: float) -> bool:
         """The leader said that the round closes. From here on the leader is expected to move on."""
         current = self._state.round
-        if current.close_asked or not self._leadership.is_closing() or not self._fairness.may_stop(now):
+        if current.close_asked or not self._leadership.is_closing():
             return False
         current.close_asked = True
         current.closed_at = current.closed_at or now
         current.progress_at = now
-        self._note_close(now)
+        _note_close(current, now)
         if not current.work.ready:
             self._state.out.append(CloseTraining())
         return True
-
-    def _note_close(self, now: float) -> None:
-        current = self._state.round
-        current.first_closed_at = now if current.first_closed_at is None else current.first_closed_at
 
     def plan(self, now: float) -> bool:
         """Everyone who was training has stopped, or had time to: name the roster, be it empty."""
         current = self._state.round
         if current.closing < 0 or not self._all_stopped(now):
             return False
+        plan = self._plan_that_fits(self._roster(now), now)
+        if not self.has_quorum(plan, now):
+            return False
         self._note_late(now)
-        self.take(self._state.identity.sealer.seal(self._plan_that_fits(self._roster(now), now)), now)
+        self.take(self._state.identity.sealer.seal(plan), now)
         self._own.has_news = True
         return True
 
     def _should_close(self, now: float) -> bool:
-        is_long_enough = self._fairness.is_long_enough(LEADERS_LEAST_ROUND, now)
-        if self._leadership.is_closing() and is_long_enough:  # a leader before us has said so
+        if self._leadership.is_closing():  # a leader before us has said so
             return True
-        everybody, here = self._members.members_here(now), _counting(self._state.tip, self._members.trainers_here(now))
+        everybody, here = self._members.members_here(now), _pacemakers(self._state, self._members.trainers_here(now))
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
         somebody_goes_on = trained > 0 or self._somebody_stays(everybody, now)
-        if self._fairness.leavers(everybody) and is_long_enough and somebody_goes_on:
+        if _somebody_leaves(_pacemakers(self._state, everybody)) and somebody_goes_on:
             return True
         if not here:  # those who serve keep the state as it is until there is somebody to name
             return self._newcomer_waits(now) and now - self._state.round.started_at > 2 * self._pace.heartbeat_seconds
@@ -89,8 +85,6 @@ class RoundPlan(Part):
         coming = self._coming(now)
         if len(ready) == len(here) and not coming:
             return True
-        if not is_long_enough:
-            return False
         total, wait = self._trained_by_now(here, now)
         total += coming
         elapsed = now - self._state.round.started_at
@@ -107,9 +101,9 @@ class RoundPlan(Part):
             return 0
         counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
         full = self._state.tip.steps_per_round * self._rules.batch_sequences * self._rules.sequence_tokens
-        training = {member.peer for member in trainers(self._state.tip.members)} - weightless(self._state.tip.members)
-        coming = (s.peer for s in self._contacts.living(now) if s.head == self._state.tip.parent)
-        return sum(counted.get(peer, full) for peer in coming if peer in training)
+        training = {member.peer for member in trainers(self._state.tip.members)}
+        coming = [s for s in self._contacts.living(now) if s.head == self._state.tip.parent and s.peer in training]
+        return sum(counted.get(status.peer, full) for status in _pacemakers(self._state, coming))
 
     def _newcomer_waits(self, now: float) -> bool:
         """Whether somebody who is no member has the state of our head and would take part."""
@@ -148,20 +142,35 @@ class RoundPlan(Part):
     def _all_stopped(self, now: float) -> bool:
         current = self._state.round
         training = [s for s in self._members.members_here(now) if not s.work.ready]
-        counting = {status.peer for status in _counting(self._state.tip, training)}
-        # who counts nothing and says that it does nothing is not waited for: strangers may have any number of keys
-        training = [s for s in training if s.peer in counting or s.work.steps or s.work.ready_in_seconds]
+        trusted = {status.peer for status in _pacemakers(self._state, training)}
+        # a stranger that the last round did not count is not waited for: it may have any number of keys
+        known = trusted | {entry.peer for entry in self._state.tip.roster}
+        training = [status for status in training if status.peer in known]
         if not training:
             return True
         closed_at = now if current.closed_at is None else current.closed_at
         soon = 2 * self._pace.heartbeat_seconds
-        longest = max(
-            (s.work.ready_in_seconds for s in training if s.peer in counting - self._others.kept_waiting),
-            default=0.0,
+        most = self._pace.stranger_seconds()
+        waited_for = (
+            s.work.ready_in_seconds if s.peer in trusted else min(s.work.ready_in_seconds, most)
+            for s in training
+            if s.peer not in self._others.kept_waiting
         )
+        longest = max(waited_for, default=0.0)
         if now - closed_at <= soon:
             return False
         return now - closed_at > soon + 2 * longest or self._is_overdue(now)
+
+    def has_quorum(self, plan: Plan, now: float) -> bool:
+        """Whether a quorum of the electors is READY by a plan: what they trained is in it, or it is nothing.
+
+        Only where leaders may lie; manifests are held to the same (see `statements`).
+        """
+        if self._rules.faults is not Faults.BYZANTINE:
+            return True
+        ready = [status for status in self._members.members_here(now) if status.work.ready]
+        named = {entry.peer for entry in plan.roster} | {status.peer for status in ready if not status.work.tokens}
+        return len(named & self._state.electors.keys()) >= self._state.electorate.quorum
 
     def _is_overdue(self, now: float) -> bool:
         """Whether the leaders of the round, all together, have waited for running steps for long enough."""
@@ -181,7 +190,7 @@ class RoundPlan(Part):
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         works = ((status.peer, status.work) for status in self._members.trainers_here(now) if status.work.ready)
-        said = (Contribution(peer, work.tokens, work.steps, work.sequences, work.commitment) for peer, work in works)
+        said = (Contribution(peer, work.tokens, work.steps, work.sequences) for peer, work in works)
         entries = (capped_tokens(self._rules, self._state.tip, entry) for entry in said)
         return tuple(sorted(entry for entry in entries if entry in self._state.round.ready))
 
@@ -203,7 +212,8 @@ class RoundPlan(Part):
         intents[self._me] = self._members.announced_intent()
         peers = [entry.peer for entry in roster]
         private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
-        able = [s.peer for s in self._members.members_here(now) if s.intent.can_vote]
+        electors, admission = self._state.electors.keys(), self._state.admission()
+        able = {s.peer for s in self._members.members_here(now) if s.intent.can_vote} & electors
         helpers = [peer for peer in sorted(able) if peer not in private]
         training = {member.peer for member in trainers(self._state.tip.members)}
         servers = [peer for peer in helpers if peer not in training]
@@ -211,10 +221,8 @@ class RoundPlan(Part):
         uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self._rules.block_tiles if self._rules.exchange else (0,) * len(self._rules.block_tiles)
         turn = Turn(self._due_columns(now), self._rules.due_shared(self._state.tip.round + 1))
-        reach = Reach(private, helpers, servers)
-        waiting = weightless(self._state.tip.members)
-        counting = [peer for peer in peers if peer not in waiting]
-        slices = plan_slices(counting, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
+        reach = Reach(electors, private, helpers, servers, admission.strangers_of(peers))
+        slices = plan_slices(peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
         return Plan(
             self._rules.fingerprint, self._state.round.tip_hash, self._state.round.vote.ballot, self._me, roster, slices
         )
@@ -227,8 +235,9 @@ class RoundPlan(Part):
             return due
         due |= {column for column, last in enumerate(self._state.tip.column_rounds) if round - last >= every}
         said = (signed.value for signed in self._members.declarations(now))
-        _, wishes = members_after(self._state.tip, said, (), self._state.admission())
-        then = assign(ownership, wishes, self._rules.target_replicas)
+        admission = self._state.admission()
+        _, wishes = members_after(self._state.tip, said, (), admission)
+        then = assign(ownership, wishes, self._rules.target_replicas, strangers=admission.strangers_of(wishes))
         return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
 
     def take(self, signed: Signed[Plan], now: float) -> None:
@@ -238,8 +247,9 @@ class RoundPlan(Part):
             self._note_late(now)
         current.plan = signed
         current.plan_at = now
-        self._fairness.expect(now, now)
-        current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self._me in reducer_order(piece))
+        current.mine = tuple(
+            i for i, piece in enumerate(signed.value.slices) if self._me in reducer_order(piece, self._state.electors)
+        )
         current.index_of = {piece.key: i for i, piece in enumerate(signed.value.slices)}
         current.reports.clear()
         current.empty_reports.clear()
@@ -249,10 +259,6 @@ class RoundPlan(Part):
         current.building = None
         current.outcome = None
         current.progress_at = now
-        current.drawn = drawn(self._state, signed.value)
-        current.auditing = None
-        for known in (current.doubted, current.audited, current.accusations, current.barred):
-            known.clear()
 
     def trained(self, work: Work, now: float) -> None:
         """The trainer's progress in this round; `ready` when it stopped."""
@@ -262,9 +268,9 @@ class RoundPlan(Part):
             current.progress_at = now
         current.work = told(work)
         if work.ready:
-            self.hear_ready(self._members.own_declaration(), now)
+            self.hear_ready(self._members.own_declaration())
 
-    def hear_ready(self, signed: Signed[Declaration], now: float) -> None:
+    def hear_ready(self, signed: Signed[Declaration]) -> None:
         """Keeps what a member says that it trained on top of our tip, by the roster entry that follows from it."""
         current = self._state.round
         entry = contribution(self._rules, current.tip, signed.value)
@@ -272,7 +278,6 @@ class RoundPlan(Part):
             return
         if sum(known.peer == entry.peer for known in current.ready) < MOST_READY:
             current.ready[entry] = signed
-            self._state.note_time(current.ready_since, entry.peer, now)
 
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
@@ -280,7 +285,16 @@ class RoundPlan(Part):
         return here and counts(self._rules, self._state.tip, entry, self._state.round.work)
 
 
-def _counting(tip: Manifest, here: list[Status]) -> list[Status]:
-    """Without those whose work does not count as yet: anybody may bring many of these, for others to wait for."""
-    waiting = weightless(tip.members)
-    return [status for status in here if status.peer not in waiting]
+def _note_close(current: RoundState, now: float) -> None:
+    current.first_closed_at = now if current.first_closed_at is None else current.first_closed_at
+
+
+def _pacemakers(state: State, here: list[Status]) -> list[Status]:
+    """Those by whom a round is timed: strangers give what they have by then, since anybody may claim anything."""
+    admission = state.admission()
+    return [status for status in here if admission.is_trusted(status.peer)]
+
+
+def _somebody_leaves(here: list[Status]) -> bool:
+    """Whether one of these leaves and is READY: a round ends for it."""
+    return any(status.work.ready and status.intent.leaving for status in here)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.electorate import Faults, SealRule
-from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import (
     WIRE_VERSION,
-    Audited,
     Contribution,
+    Credit,
     Decay,
     Manifest,
     Merge,
@@ -27,14 +26,11 @@ from spes_p2p.consensus.membership import (
     Member,
     Roll,
     newest_roll,
-    still_banned,
     trainers,
-    weightless,
     with_votes,
 )
 from spes_p2p.consensus.messages import Work
 from spes_p2p.consensus.place import counted_in
-from spes_p2p.consensus.standing import with_standing
 from spes_p2p.consensus.turns import AS_OFTEN, Ranges, Vocabulary, due_tiles
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
@@ -76,20 +72,12 @@ class RunRules:
     """The shared tiles that are averaged more seldom than once a round."""
     outer: tuple[float, float] | None = None
     """(learning rate, momentum) of the outer optimizer, if there is one."""
-    clips: bool = False
-    """No contribution counts for much more than others do, nor pulls a mean far from where they are."""
-    audited_share: float = 0.0
-    """Of the slices of a round, how many somebody makes again; above 0, everybody commits to what it brings."""
-    trial_sequences: int = 0
-    """Held-out sequences on which columns of few contributors are tried before they are voted for; 0: they are not."""
-    audited_work: float = 0.0
-    """The most of a round's training and bytes that audits of who trained take; 0: there are none, and no probation."""
     faults: Faults = Faults.CRASH
     """What electors may do wrong, and so what is a quorum of them."""
     organiser: PeerId = NOBODY
     """Who may name other electors alone (see `renewed_manifest`); nobody in a run without an organiser."""
-    by_vouch: bool = False
-    """Only members whom the organiser vouches for, and itself, vote."""
+    has_strangers: bool = False
+    """Trusted is only for whom the organiser vouches, and itself; else every member is."""
     renew_after_seconds: float = 60.0
     """How long a quorum is missed until the organiser's node names other electors (see `renewing`)."""
 
@@ -98,27 +86,14 @@ class RunRules:
         """Whose seals commit a manifest."""
         return SealRule(self.organiser, self.faults)
 
-    def admission(
-        self, roll: Roll | None, banned: tuple[PeerId, ...] = (), vouched: tuple[PeerId, ...] = (), round: int = 0
-    ) -> Admission:
-        """Who may take part and vote by this roll in a manifest of `round`; `banned` and `vouched` as it has them."""
+    def admission(self, roll: Roll | None, round: int = 0) -> Admission:
+        """Who may take part and is trusted by this roll in a manifest of `round`."""
         epoch = sha256(self.fingerprint, (round // EPOCH_ROUNDS).to_bytes(8, "big"))
-        return Admission(roll, self.by_vouch, self.organiser, banned, vouched, epoch)
+        return Admission(roll, self.has_strangers, self.organiser, epoch)
 
     def admission_of(self, manifest: Manifest) -> Admission:
-        """Who may take part and vote by what `manifest` says."""
-        return self.admission(manifest.roll, manifest.banned, manifest.vouched, manifest.round)
-
-    def with_standing(
-        self,
-        parent: Manifest,
-        ledger: Ledger,
-        members: tuple[Member, ...],
-        roster: Sequence[Contribution] = (),
-        audited: Sequence[Audited] = (),
-    ) -> tuple[Member, ...]:
-        """Members of the child of `parent` as far as they are on probation, which nobody is without audits."""
-        return with_standing(parent, ledger, members, roster, audited) if self.audited_work else members
+        """Who may take part and is trusted by what `manifest` says."""
+        return self.admission(manifest.roll, manifest.round)
 
     def due_shared(self, round: int) -> Ranges:
         """The shared tiles that are averaged in a round."""
@@ -191,7 +166,7 @@ def capped_tokens(rules: RunRules, parent: Manifest, entry: Contribution) -> Con
 
 def counts(rules: RunRules, parent: Manifest, entry: Contribution, work: Work) -> bool:
     """Whether `work` is what a plan counts as `entry`: another life of the same peer may have done other work."""
-    mine = Contribution(entry.peer, work.tokens, work.steps, work.sequences, work.commitment)
+    mine = Contribution(entry.peer, work.tokens, work.steps, work.sequences)
     return capped_tokens(rules, parent, mine) == entry
 
 
@@ -200,9 +175,7 @@ class Outcome:
     """What the leader found in a round: the part of a manifest that is not derived.
 
     `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so. `roll`: whom the
-    organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it; `vouched`:
-    for whom electors vouch, likewise. `ledger`: the root of that of the child. `audited`: what came of audits of the
-    parent's roster.
+    organiser vouches for and bans from now on. `strangers`: see `Manifest`.
     """
 
     roster: tuple[Contribution, ...]
@@ -212,10 +185,7 @@ class Outcome:
     merge: Merge | None
     decay_steps: int = 0
     roll: Roll | None = None
-    banned: tuple[PeerId, ...] = ()
-    ledger: Hash = EMPTY.root
-    audited: tuple[Audited, ...] = ()
-    vouched: tuple[PeerId, ...] = ()
+    strangers: tuple[Credit, ...] = ()
 
 
 def child_manifest(
@@ -228,16 +198,15 @@ def child_manifest(
     """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
     idle = idle_members(parent, outcome.roster, members)
     neglected = neglected_columns(rules, parent, idle)
-    kept, waiting = frozenset[int](), weightless(members)
+    kept = frozenset[int]()
     if rules.expert_rounds > 1:  # an owner may be rounds ahead: nobody takes over what was not handed out
         kept = frozenset(range(rules.num_columns)) - {piece.block - 1 for piece in outcome.slices} - neglected
-        kept = frozenset(column for column in kept if not set(parent.ownership[column]) <= waiting)
     fitting = {
         peer: _without_more(wish, columns_of(parent.ownership, peer), neglected) if peer in idle else wish
         for peer, wish in wishes.items()
     }
-    fitting |= dict.fromkeys(fitting.keys() & waiting, OwnershipRequest(0))
-    ownership = assign(parent.ownership, fitting, rules.target_replicas, kept)
+    strangers = rules.admission(outcome.roll).strangers_of(fitting)
+    ownership = assign(parent.ownership, fitting, rules.target_replicas, kept, strangers)
     return derived(rules, parent, outcome, members, ownership)
 
 
@@ -251,10 +220,12 @@ def idle_members(parent: Manifest, roster: Sequence[Contribution], members: Sequ
 
 
 def neglected_columns(rules: RunRules, parent: Manifest, idle: Collection[PeerId]) -> frozenset[int]:
-    """Columns with idle owners only, and no new version for IDLE_TURNS turns, with that of the child of `parent`."""
+    """Columns whose trusted owners are idle, and no new version in IDLE_TURNS turns with that of `parent`'s child."""
     oldest = parent.round + 1 - IDLE_TURNS * rules.expert_rounds
     columns = enumerate(zip(parent.ownership, parent.column_rounds, strict=True))
-    return frozenset(at for at, (owners, last) in columns if owners and last <= oldest and set(owners) <= set(idle))
+    strangers = rules.admission_of(parent).strangers_of(owner for owners in parent.ownership for owner in owners)
+    useless = strangers.union(idle)  # of strangers alone nothing is made
+    return frozenset(at for at, (owners, last) in columns if owners and last <= oldest and useless.issuperset(owners))
 
 
 def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Collection[int]) -> OwnershipRequest:
@@ -267,7 +238,7 @@ def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Col
 def derived(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], ownership: Ownership
 ) -> Manifest:
-    step = next_step(parent.step, outcome.roster, rules.clips, parent.members)
+    step = next_step(parent.step, outcome.roster, rules.admission_of(parent))
     fresh = {piece.block - 1 for piece in outcome.slices if piece.block > 0}
     return Manifest(
         wire_version=WIRE_VERSION,
@@ -281,7 +252,6 @@ def derived(
         slices=outcome.slices,
         wire_root=outcome.wire_root,
         state_root=outcome.state_root,
-        ledger=outcome.ledger,
         merge=outcome.merge,
         members=members,
         ownership=ownership,
@@ -292,9 +262,7 @@ def derived(
         steps_per_round=rules.steps_per_round(step),
         decay=parent.decay or (Decay(step, outcome.decay_steps) if outcome.decay_steps else None),
         roll=outcome.roll,
-        banned=outcome.banned,
-        audited=outcome.audited,
-        vouched=outcome.vouched,
+        strangers=outcome.strangers,
     )
 
 
@@ -319,10 +287,14 @@ def genesis_manifest(
         slices=(),
         wire_root=sha256(),
         state_root=state_root,
-        ledger=EMPTY.root,
         merge=None,
         members=first,
-        ownership=assign(nobody(rules.num_columns), wishes, rules.target_replicas),
+        ownership=assign(
+            nobody(rules.num_columns),
+            wishes,
+            rules.target_replicas,
+            strangers=rules.admission(roll).strangers_of(wishes),
+        ),
         column_rounds=(0,) * rules.num_columns,
         leases=leases_after(rules, Leases(0, (), ()), 0, first, ()),
         steps_per_round=rules.steps_per_round(0),
@@ -355,6 +327,4 @@ def renewed_manifest(
         merge=None,
         members=members,
         roll=newest,
-        banned=still_banned(parent.banned, parent.roll, newest),
-        audited=(),
     )

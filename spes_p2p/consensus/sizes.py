@@ -7,42 +7,36 @@ members than the next one has room to name again, and a plan never counts more o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
-from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.manifest import Manifest, Slice
-from spes_p2p.consensus.membership import MAX_ELECTORS, MAX_MANIFEST_BANS, MAX_MEMBERS, MAX_VOUCHED
+from spes_p2p.consensus.membership import MAX_MEMBERS
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.ownership.assign import MOST_CLAIMANTS
 from spes_p2p.wire import pack
-
-T = TypeVar("T")
 
 MAX_CONTENT_BYTES = 2 * 2**20 - 2**12
 """Of a manifest with its statements. What carries it takes some more."""
 ROSTER_BYTES = MAX_CONTENT_BYTES // 4
 """Are left for those whose work is counted, at least."""
-PROOF_BYTES = MAX_CONTENT_BYTES // 8
-"""Of accusations, verdicts and equivocations together; the others wait."""
 NAME_BYTES = 50
 HASH_BYTES = 34
 DECLARATION_BYTES = 930
-"""Signed, but for the columns that it claims or releases and for whom it vouches."""
-MEMBER_BYTES = 160
-"""Its entry in the manifest, and its lease."""
+"""Signed, but for the columns that it claims or releases."""
+MEMBER_BYTES = 220
+"""Its entry in the manifest, its lease, and what counted of what it gave."""
 ENTRY_BYTES = 120
 """Of a roster."""
 SLICE_BYTES = 1000
 """Of a slice, in the manifest and in the signed report of its reducer, but for its tiles and those whose values it is
 made of."""
-CONTRIBUTOR_BYTES = 2 * NAME_BYTES + 20
+CONTRIBUTOR_BYTES = 2 * NAME_BYTES + 24
 """Of a contributor of a slice: its name in report and manifest, or in the report and why its values were left out."""
 OTHER_BYTES = 2**16
 """Of whatever else a manifest says: the merge, the organiser's roll, counts."""
 
 
 def declaration_bytes(columns: int) -> int:
-    """The most that a signed declaration takes in a run with so many columns; of who vouches for nobody."""
+    """The most that a signed declaration takes in a run with so many columns."""
     each = 1 if columns <= 2**7 else 2 if columns <= 2**8 else 3
     return DECLARATION_BYTES + each * columns
 
@@ -81,21 +75,7 @@ def most_named(rules: RunRules, parent: Manifest, *counted: object) -> int:
     return max(len(parent.members), room // member_bytes(rules))
 
 
-def that_fit(said: Iterable[T], room_bytes: int) -> tuple[T, ...]:
-    """The first of these, as many as fit together."""
-    chosen = list[T]()
-    for one in said:
-        room_bytes -= len(pack(one))
-        if room_bytes < 0:
-            break
-        chosen.append(one)
-    return tuple(chosen)
-
-
 def _fixed_bytes(rules: RunRules) -> int:
     """What does not hang on how many there are."""
     owners = NAME_BYTES * MOST_CLAIMANTS * rules.num_columns
-    vouches = NAME_BYTES * MAX_VOUCHED * (MAX_ELECTORS + 1) if rules.by_vouch else 0
-    bans = NAME_BYTES * MAX_MANIFEST_BANS
-    proofs = PROOF_BYTES if rules.audited_share or rules.audited_work or rules.faults is Faults.BYZANTINE else 0
-    return OTHER_BYTES + owners + vouches + bans + proofs
+    return OTHER_BYTES + owners

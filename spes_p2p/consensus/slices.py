@@ -9,14 +9,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.turns import Ranges
-from spes_p2p.consensus.weights import FEWEST
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Ownership
 
 
@@ -30,16 +28,27 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reach:
-    """Who can be dialled, as far as that matters to who reduces.
+    """Who may reduce, and who can be dialled.
 
-    `private` peers cannot: they reduce only what they alone contribute to, and what is of several of them goes to
-    `helpers`, who can be dialled and contribute nothing themselves. `servers` can be dialled, train nothing, and get
-    their share of all that has several contributors.
+    Only `electors` (None: all) reduce what several contribute to; of whom nobody else contributes hands out its own.
+    `private` peers cannot be dialled: what is of several of them goes to `helpers`, electors who can and contribute
+    nothing themselves. `servers` are those of them who train nothing, and get their share of all that has several
+    contributors. Of what `strangers` alone contribute to nothing is made.
     """
 
+    electors: Collection[PeerId] | None = None
     private: Collection[PeerId] = ()
     helpers: Sequence[PeerId] = ()
     servers: Sequence[PeerId] = ()
+    strangers: Collection[PeerId] = ()
+
+    def reducers(self, contributors: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
+        """Among whom a block with these contributors is dealt."""
+        if len(contributors) == 1:
+            return contributors
+        able = tuple(peer for peer in contributors if self.electors is None or peer in self.electors)
+        dialled = tuple(peer for peer in able if peer not in self.private)
+        return (*dialled, *self.servers) or tuple(self.helpers) or able or tuple(sorted(self.electors or contributors))
 
 
 ALL, ANYBODY = Turn(), Reach()
@@ -66,11 +75,9 @@ def plan_slices(
     for block, tiles in enumerate(block_tiles):
         owners = None if block == 0 else ownership[block - 1]
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
-        if contributors and (block == 0 or turn.columns is None or block - 1 in turn.columns):
-            reducers = tuple(peer for peer in contributors if peer not in reach.private)
-            if len(contributors) > 1:
-                reducers = (*reducers, *reach.servers) or tuple(reach.helpers)
-            reducers = reducers or contributors
+        is_due = block == 0 or turn.columns is None or block - 1 in turn.columns
+        if is_due and not set(contributors) <= set(reach.strangers):
+            reducers = reach.reducers(contributors)
             shares = [max(1, uplinks.get(peer, usual)) for peer in reducers]
             due = ((0, tiles),) if block or turn.shared is None else turn.shared
             for place, (offset, number) in enumerate(due, 2 * block):
@@ -83,49 +90,17 @@ def plan_slices(
     return tuple(slices)
 
 
-@dataclass(frozen=True)
-class Column:
-    """Slices of one expert column with the hashes of their tiles, joined."""
+def reducer_order(piece: Slice, electors: Collection[PeerId]) -> tuple[PeerId, ...]:
+    """Who reduces a slice if those before are lost: its reducer, then in turn the electors that contribute, or others.
 
-    pieces: tuple[Slice, ...]
-    hashes: tuple[bytes, ...]
-
-    @property
-    def block(self) -> int:
-        return self.pieces[0].block
-
-    @cached_property
-    def name(self) -> Hash:
-        """Of these very values, whoever reported them."""
-        return sha256(self.block.to_bytes(4, "big"), *self.hashes)
-
-    @property
-    def contributors(self) -> tuple[PeerId, ...]:
-        """Of any of its slices, sorted."""
-        return tuple(sorted({peer for piece in self.pieces for peer in piece.contributors}))
-
-    @property
-    def has_few(self) -> bool:
-        """Whether too few contributed to it to be compared."""
-        return any(len(piece.contributors) < FEWEST for piece in self.pieces)
-
-
-def columns_of_few(slices: Iterable[tuple[Slice, bytes]]) -> tuple[Column, ...]:
-    """The columns of few contributors among slices and the hashes of their tiles."""
-    found: dict[int, list[tuple[Slice, bytes]]] = {}
-    for piece, hashes in slices:
-        if piece.block:
-            found.setdefault(piece.block, []).append((piece, hashes))
-    columns = (Column(tuple(p for p, _ in some), tuple(h for _, h in some)) for some in found.values())
-    return tuple(column for column in columns if column.has_few)
-
-
-def reducer_order(piece: Slice) -> tuple[PeerId, ...]:
-    """Who reduces a slice if those before are lost: its reducer, then the other contributors in turn."""
-    if piece.reducer not in piece.contributors:
-        return (piece.reducer, *piece.contributors)
-    at = piece.contributors.index(piece.reducer)
-    return piece.contributors[at:] + piece.contributors[:at]
+    What only one contributes to nobody else can hand out.
+    """
+    if piece.contributors == (piece.reducer,):
+        return piece.contributors
+    at = bisect.bisect(piece.contributors, piece.reducer)
+    others = [peer for peer in piece.contributors[at:] + piece.contributors[:at] if peer != piece.reducer]
+    able = [peer for peer in others if peer in electors] or [p for p in sorted(electors) if p != piece.reducer]
+    return (piece.reducer, *able)
 
 
 def _cut(tiles: int, slice_tiles: int, reducers: int) -> Iterator[tuple[int, int]]:

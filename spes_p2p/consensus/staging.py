@@ -13,7 +13,6 @@ from spes_p2p.consensus.messages import Report, Signed
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import MAX_FAILED_FETCHES, Key, SliceToStage
-from spes_p2p.consensus.trials import Checks
 from spes_p2p.ids import NO_HASH, Hash
 
 
@@ -24,7 +23,6 @@ class Staging(Part):
     _contacts: Contacts
     _holders: Holders
     _proposals: Proposals
-    _checks: Checks
 
     def missing(self) -> dict[Key, SliceToStage]:
         """Slices that are wanted and not staged."""
@@ -59,9 +57,7 @@ class Staging(Part):
         if current.staged.get(key, hashes) != hashes:
             current.building = None
             current.outcome = None
-            current.staged_since.pop(key, None)
         current.staged[key] = hashes
-        self._state.note_time(current.staged_since, key, now)
 
     def forget(self) -> None:
         current = self._state.round
@@ -71,8 +67,6 @@ class Staging(Part):
         current.verified.clear()
         current.failed.clear()
         current.verifying = NO_HASH
-        current.auditing = None
-        current.trying = ()
         current.building = None
         current.outcome = None
         current.adopting = current.following = False
@@ -124,8 +118,6 @@ class Staging(Part):
             return False
         name = manifest_hash(content.manifest)
         if name in current.verified or self.missing():
-            return False
-        if self._checks.are_pending(zip(content.manifest.slices, content.wire_hashes, strict=True)):
             return False
         current.verifying = name
         current.reducing.clear()
@@ -185,7 +177,6 @@ class Staging(Part):
             del current.reports[index]
             if is_unfit:
                 current.empty_reports.setdefault(index, {})[report.author] = report
-                self._checks.audits.note_unfit(report)
             else:
                 self._note_empty_report(index, report)
 
@@ -197,8 +188,6 @@ class Staging(Part):
         if current.building is not None:
             current.failed_builds += 1
             self._liveness.failed(now)
-        if any(piece.key not in current.staged for column in current.trying for piece in column.pieces):
-            current.trying = ()
         current.building = current.outcome = None
 
     def verified(self, manifest: Hash, now: float) -> None:

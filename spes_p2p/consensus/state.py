@@ -13,15 +13,13 @@ from typing import TypeVar
 
 from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
-from spes_p2p.consensus.content import Content, Equivocation
-from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.content import Content
+from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.heard_votes import HeardVotes
-from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
-from spes_p2p.consensus.membership import Admission, Roll, newest_roll, still_banned
+from spes_p2p.consensus.membership import Admission, Roll, newest_roll
 from spes_p2p.consensus.messages import (
-    Accusation,
     Commit,
     DecayOrder,
     Declaration,
@@ -31,11 +29,9 @@ from spes_p2p.consensus.messages import (
     Sealer,
     Signed,
     Status,
-    Verdict,
     Work,
 )
 from spes_p2p.consensus.rules import Outcome, RunRules
-from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.timing import Moment, Pace, Seconds
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_events import Step
@@ -133,12 +129,9 @@ class Others:
     tiles were asked for in vain; of them one try is enough, until one of theirs comes. `asked`, `asked_last`,
     `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
     was first seen on a higher manifest. `lighter`: tips of others that do not go before ours, though they say so.
-    `short_since`, `counted_since`, `lacking`: see `Renewing`. `evidence`: what members say of who has lied as a
-    reducer, by whom they say it of and who does; `false_accusers`: who was wrong. `equivocations`: who voted twice.
-    `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie. `leaving_since`: for
-    members that said they leave, the tip on which they said so first, in the same runs. `named`: for how many rounds
-    each was a member, of those who are and who were lately. `heard_since`: since when a peer is heard without a
-    silence for which it would be suspected (see `note_time`).
+    `short_since`, `counted_since`, `lacking`: see `Renewing`. `voted_twice`: electors of whom people were told so.
+    `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie. `named`: for how many rounds
+    each was a member, of those who are and who were lately.
     """
 
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
@@ -159,13 +152,9 @@ class Others:
     short_since: Moment | None = None
     counted_since: Moment | None = None
     lacking: str = ""
-    evidence: dict[PeerId, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
-    equivocations: dict[PeerId, Equivocation] = field(default_factory=dict)
+    voted_twice: set[PeerId] = field(default_factory=set)
     votes_before: HeardVotes | None = None
-    false_accusers: set[PeerId] = field(default_factory=set)
-    leaving_since: dict[PeerId, Hash] = field(default_factory=dict)
     named: dict[PeerId, int] = field(default_factory=dict)
-    heard_since: dict[PeerId, Moment] = field(default_factory=dict)
 
 
 @dataclass
@@ -190,16 +179,8 @@ class RoundState:
     `ready` is what members said that they trained, by the roster entry that follows from it.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
     `refused` those that do not follow from the tip, or name tiles that no mean gives.
-    `drawn` and `doubted` are slices of the plan that we make again, `auditing` the report that we are at, `audited`
-    what is done. `accusations`: by reports, who says that they are false; `barred`: reducers of whom we know it.
-    `auditors`: by whose work, who was drawn to look at it; `to_audit` is what of it we have not looked at yet,
-    `at_work_of` whose we are at; `verdicts`: by whose work, what each of its auditors says.
-    `trying` are columns that are tried here, `tried` names those that were, and `harmful` some of these.
     `closed_at`: when we as its leader closed it, else as `first_closed_at`: when we stopped, or closed it, first.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
-    `here_since`, `ready_since`, `staged_since`, `contents_since`: since when that is known (see `note_time`). `owed`
-    are those whom the plan must count, `expected` the tokens that the tip counted of those that it may count;
-    `missed`: whom a leader left out; `unfair`: proposals that left out too much when that was asked.
     `has_told_votes`: one other elector has had `votes_before` from us.
     """
 
@@ -229,19 +210,6 @@ class RoundState:
     fetching: dict[Key, bytes] = field(default_factory=dict)
     failed: set[Key] = field(default_factory=set)
     staged: dict[Key, bytes] = field(default_factory=dict)
-    drawn: frozenset[int] = frozenset()
-    doubted: set[int] = field(default_factory=set)
-    auditing: Signed[Report] | None = None
-    audited: set[Hash] = field(default_factory=set)
-    accusations: dict[Hash, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
-    barred: set[PeerId] = field(default_factory=set)
-    auditors: dict[PeerId, tuple[PeerId, ...]] = field(default_factory=dict)
-    to_audit: tuple[Contribution, ...] = ()
-    at_work_of: Contribution | None = None
-    verdicts: dict[PeerId, dict[PeerId, Signed[Verdict]]] = field(default_factory=dict)
-    trying: tuple[Column, ...] = ()
-    tried: set[Hash] = field(default_factory=set)
-    harmful: set[Hash] = field(default_factory=set)
     building: Build | None = None
     failed_builds: int = 0
     outcome: tuple[Build, Outcome] | None = None
@@ -260,15 +228,7 @@ class RoundState:
     heavier_at: Moment = 0.0
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
     plans_of: dict[PeerId, int] = field(default_factory=dict)
-    here_since: dict[PeerId, Moment] = field(default_factory=dict)
-    ready_since: dict[PeerId, Moment] = field(default_factory=dict)
-    staged_since: dict[Key, Moment] = field(default_factory=dict)
-    contents_since: dict[Hash, Moment] = field(default_factory=dict)
-    owed: frozenset[PeerId] = frozenset()
-    expected: dict[PeerId, int] = field(default_factory=dict)
-    missed: set[PeerId] = field(default_factory=set)
     has_told_votes: bool = False
-    unfair: set[Hash] = field(default_factory=set)
 
     def verified_roots(self) -> frozenset[Hash]:
         """The roots of the states that are verified."""
@@ -291,7 +251,7 @@ class RoundState:
 class State:
     """All that one peer knows. `electors` vote on the child of the tip, each in one incarnation.
 
-    `ledger` is what was counted up to the tip. `out` are the actions that the event at hand has led to so far.
+    `out` are the actions that the event at hand has led to so far.
     """
 
     identity: Identity
@@ -299,7 +259,6 @@ class State:
     own: Own
     others: Others
     round: RoundState
-    ledger: Ledger
     liveness: Liveness
     next_heartbeat: Moment
     last_event: Moment
@@ -337,8 +296,7 @@ class State:
         """Who may take part in the child of our tip and vote on what follows it, by the newest roll that we know."""
         known = self.others.roll
         roll = newest_roll(self.tip.roll, known.value if known is not None else None)
-        banned = still_banned(self.tip.banned, self.tip.roll, roll)
-        return self.rules.admission(roll, banned, self.tip.vouched, self.tip.round + 1)
+        return self.rules.admission(roll, self.tip.round + 1)
 
     def is_member(self, by: Manifest | None = None) -> bool:
         """Whether the tip, or another manifest, names this incarnation."""
@@ -357,20 +315,6 @@ class State:
 
     def is_elector(self) -> bool:
         return self.electors.get(self.me) == self.own.incarnation
-
-    def note_time(self, times: dict[T, Moment], what: T, now: float) -> None:
-        """Notes since when something is known, in runs whose leaders are held against it (see `Fairness`)."""
-        if self.rules.faults is Faults.BYZANTINE:
-            times.setdefault(what, now)
-
-    def note_here(self, status: Status, now: float) -> None:
-        """Notes that a peer stands on our tip, and whether it leaves, in the same runs."""
-        if self.rules.faults is not Faults.BYZANTINE:
-            return
-        self.round.here_since.setdefault(status.peer, now)
-        leaves = status.work.ready and status.intent.leaving
-        if leaves and any(member.peer == status.peer for member in self.tip.members):
-            self.others.leaving_since.setdefault(status.peer, self.tip_hash)
 
     def note_progress(self, now: float) -> None:
         """Notes that the round has made progress here, which restarts the deadline."""

@@ -9,38 +9,31 @@ signed of the learning rate (`DecayOrder`) is taken up once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent, is_sane_work
-from spes_p2p.consensus.content import Content, Equivocation, Statements
+from spes_p2p.consensus.content import Content, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults
-from spes_p2p.consensus.ledger import Ledger
-from spes_p2p.consensus.manifest import Audited, Contribution, Manifest, Merge, Slice, manifest_hash
+from spes_p2p.consensus.manifest import SHARE, Contribution, Credit, Manifest, Merge, Slice, manifest_hash
 from spes_p2p.consensus.membership import (
     EVERYBODY,
-    FAILED,
-    MAX_MANIFEST_BANS,
     MAX_MEMBERS,
-    MAX_VOUCHED,
-    PASSED,
-    WITHHELD,
     Admission,
     Member,
     Roll,
     electors,
     next_members,
     rank,
-    still_banned,
-    weightless,
 )
-from spes_p2p.consensus.messages import Accusation, DecayOrder, Declaration, Signed, Verdict
-from spes_p2p.consensus.probation import drawn_auditors, outcome_of
+from spes_p2p.consensus.messages import DecayOrder, Declaration, Report, Signed
 from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
 from spes_p2p.consensus.sizes import most_members
-from spes_p2p.consensus.standing import failed_too_often, findings_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest
+
+MEMORY = 7
+"""Times as much as a round's the average before it weighs in that after it (see `Credit`)."""
 
 
 def contribution(rules: RunRules, parent: Manifest, said: Declaration) -> Contribution | None:
@@ -48,22 +41,18 @@ def contribution(rules: RunRules, parent: Manifest, said: Declaration) -> Contri
     work = said.work
     if not work.ready or min(work.tokens, work.steps) <= 0 or not is_sane_work(work):
         return None
-    if (work.commitment != NO_HASH) != (rules.audited_share > 0):
-        return None
     if (said.fingerprint, said.head) != (rules.fingerprint, manifest_hash(parent)):
         return None
     if (said.peer, said.incarnation) not in parent.training:
         return None
-    claimed = Contribution(said.peer, work.tokens, work.steps, work.sequences, work.commitment)
+    claimed = Contribution(said.peer, work.tokens, work.steps, work.sequences)
     entry = capped_tokens(rules, parent, claimed)
     return entry if min(entry.tokens, entry.steps) > 0 else None
 
 
-def counted(
-    rules: RunRules, parent: Manifest, roster: Iterable[Contribution], slices: Iterable[Slice]
-) -> tuple[Contribution, ...]:
+def counted(rules: RunRules, roster: Iterable[Contribution], slices: Iterable[Slice]) -> tuple[Contribution, ...]:
     """Without those whose values went into no slice, though they could have."""
-    used = {peer for piece in slices for peer in piece.contributors} | weightless(parent.members)
+    used = {peer for piece in slices for peer in piece.contributors}
     return tuple(entry for entry in roster if not rules.exchange or entry.peer in used)
 
 
@@ -87,8 +76,7 @@ def members_after(
 ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
     """Who is a member after this round, and what they want: everyone who said anything, newcomers too, but no leavers.
 
-    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. Nobody is on probation yet. `most`:
-    see `most_members`.
+    Leavers that are `needed` count as heard. A newcomer has the state of `parent`. `most`: see `most_members`.
     """
     heard: list[Member] = []
     newcomers: list[Member] = []
@@ -109,8 +97,8 @@ def members_after(
             newcomers.append(member)
         wish = OwnershipRequest(intent.max_columns, intent.claims, intent.releases)
         wishes[said.peer] = wish if does_train else OwnershipRequest(0)
-    if not any(admission.may_vote(member.peer) for member in (*heard, *newcomers)):
-        staying = [m for m in parent.members if m.peer in leavers and admission.may_vote(m.peer)]
+    if not any(admission.is_trusted(member.peer) for member in (*heard, *newcomers)):
+        staying = [m for m in parent.members if m.peer in leavers and admission.is_trusted(m.peer)]
         heard += staying  # the last to leave stay named, so that they can come back and go on
         leavers -= {member.peer for member in staying}
     newcomers.sort(key=lambda member: rank(head, member.peer))  # a low peer id is no privilege
@@ -120,31 +108,25 @@ def members_after(
 
 
 def content_of(
-    rules: RunRules, parent: Manifest, ledger: Ledger, statements: Statements, state_root: Hash, merge: Merge | None
+    rules: RunRules, parent: Manifest, statements: Statements, state_root: Hash, merge: Merge | None
 ) -> Content:
-    """The child of `parent` that follows from `statements`; those that it does not depend on are left out.
-
-    `ledger`: up to `parent`.
-    """
+    """The child of `parent` that follows from `statements`; those that it does not depend on are left out."""
     slices = tuple(signed.value.piece for signed in statements.reports)
     now = _contributions(rules, parent, statements.declarations)
     entries = now | _contributions(rules, parent, statements.ready)
-    roster = counted(rules, parent, sorted(entries.values()), slices)
+    roster = counted(rules, sorted(entries.values()), slices)
     needed = owners_ahead(rules, parent, roster, slices)
     newer = statements.roll if is_newer_roll(rules, parent.roll, statements.roll) else None
     roll = parent.roll if newer is None else newer.value
-    audited, verdicts = audited_after(rules, parent, statements.verdicts)
-    banned, proven, twice = banned_after(rules, parent, roll, statements, audited)
-    vouched = vouched_after(rules, parent, statements.declarations, banned)
-    admission = rules.admission(roll, banned, vouched, parent.round + 1)
+    admission = rules.admission(roll, parent.round + 1)
     said = (signed.value for signed in statements.declarations)
-    voting, wishes = members_after(parent, said, needed, admission, most_members(rules))
-    members = rules.with_standing(parent, ledger, voting, roster, audited)
+    members, wishes = members_after(parent, said, needed, admission, most_members(rules))
+    reports = tuple(signed.value for signed in statements.reports)
+    credit = credited(parent, reports, admission.strangers_of(member.peer for member in members))
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
-    root = ledger.after(roster, audited).root
-    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned, root, audited, vouched)
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, credit)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
@@ -156,11 +138,23 @@ def content_of(
             tuple(signed for signed in statements.declarations if signed.author in named),
             decay,
             newer,
-            proven,
-            verdicts,
-            twice,
         ),
     )
+
+
+def credited(parent: Manifest, reports: Iterable[Report], strangers: Set[PeerId]) -> tuple[Credit, ...]:
+    """How much counted of what these strangers gave, after a round with these reports; by tiles."""
+    given, taken = Counter[PeerId](), Counter[PeerId]()
+    for report in reports:
+        for peer, share in zip(report.contributors, report.shares):
+            given[peer] += report.piece.tiles
+            taken[peer] += report.piece.tiles * share
+    known = {credit.peer: credit for credit in parent.strangers if credit.peer in strangers}
+    for peer in strangers & given.keys():
+        share = taken[peer] // given[peer]
+        average = (MEMORY * known[peer].average + share) // (MEMORY + 1) if peer in known else share
+        known[peer] = Credit(peer, share, average)
+    return tuple(sorted(known.values()))
 
 
 def _contributions(
@@ -168,94 +162,6 @@ def _contributions(
 ) -> dict[PeerId, Contribution]:
     entries = ((signed.author, contribution(rules, parent, signed.value)) for signed in said)
     return {author: entry for author, entry in entries if entry is not None}
-
-
-def banned_after(
-    rules: RunRules,
-    parent: Manifest,
-    roll: Roll | None,
-    statements: Statements,
-    audited: Collection[Audited] = (),
-) -> tuple[tuple[PeerId, ...], tuple[Signed[Accusation], ...], tuple[Equivocation, ...]]:
-    """(whom the child of `parent` with `roll` bans, by whose word, by which two votes): those before it whom the
-    organiser has not let in again, whom a quorum of its electors accuses, who voted twice, and who failed too many
-    audits."""
-    before = still_banned(parent.banned, parent.roll, roll)
-    electorate = Electorate(tuple(member.peer for member in electors(parent.members)), rules.faults)
-    known: dict[PeerId, dict[PeerId, Signed[Accusation]]] = {}
-    for signed in statements.accusations:
-        is_proof = signed.value.fingerprint == rules.fingerprint and not signed.value.loses_many
-        if is_proof and signed.author in electorate.order:
-            known.setdefault(signed.value.report.author, {})[signed.author] = signed
-    proven = {
-        peer: [some[author] for author in sorted(some)][: electorate.quorum]
-        for peer, some in sorted(known.items())
-        if peer not in before and len(some) >= electorate.quorum
-    }
-    twice = _voted_twice(rules, parent, statements.equivocations)
-    room = MAX_MANIFEST_BANS - len(before)
-    chosen = [*proven, *sorted(twice.keys() - {*before, *proven})][:room]
-    failed = sorted(failed_too_often(parent.members, findings_of(audited)) - {*before, *chosen})
-    banned = (*before, *chosen, *failed[: room - len(chosen)])
-    accused = tuple(signed for peer in chosen for signed in proven.get(peer, ()))
-    return tuple(sorted(banned)), accused, tuple(twice[peer] for peer in chosen if peer not in proven)
-
-
-def _voted_twice(rules: RunRules, parent: Manifest, said: Iterable[Equivocation]) -> dict[PeerId, Equivocation]:
-    """Electors that are proven to lie, by the first proof each. With `crash` they lose records, but do not lie."""
-    proofs = [one for one in said if rules.faults is Faults.BYZANTINE and one.is_proof(rules.fingerprint)]
-    voting = {member.peer for member in electors(parent.members)}
-    return {one.author: one for one in reversed(proofs) if one.author in voting}
-
-
-def audited_after(
-    rules: RunRules, parent: Manifest, verdicts: Iterable[Signed[Verdict]]
-) -> tuple[tuple[Audited, ...], tuple[Signed[Verdict], ...]]:
-    """(what came of auditing the work that `parent` counts, by whose word)."""
-    verdicts = tuple(verdicts)
-    said: dict[PeerId, dict[PeerId, Signed[Verdict]]] = {}
-    auditors = drawn_auditors(rules, parent) if verdicts else {}
-    for signed in verdicts:
-        if is_of_auditor(rules, parent, auditors, signed):
-            said.setdefault(signed.value.peer, {})[signed.author] = signed
-    found: list[Audited] = []
-    proven: list[Signed[Verdict]] = []
-    for peer, some in sorted(said.items()):
-        outcome = outcome_of(parent, peer, {author: signed.value.finding for author, signed in some.items()})
-        if outcome is not None:
-            found.append(Audited(peer, outcome))
-            proven += [signed for _, signed in sorted(some.items())]
-    return tuple(found), tuple(proven)
-
-
-def is_of_auditor(
-    rules: RunRules, parent: Manifest, auditors: Mapping[PeerId, Collection[PeerId]], signed: Signed[Verdict]
-) -> bool:
-    """Whether its author was drawn to say this of work that `parent` counts. `auditors`: by `drawn_auditors`."""
-    verdict = signed.value
-    fits = (verdict.fingerprint, verdict.parent) == (rules.fingerprint, manifest_hash(parent))
-    if not fits or verdict.finding not in (PASSED, FAILED, WITHHELD):
-        return False
-    return signed.author in auditors.get(verdict.peer, ())
-
-
-def vouched_after(
-    rules: RunRules, parent: Manifest, declarations: Iterable[Signed[Declaration]], banned: Collection[PeerId]
-) -> tuple[PeerId, ...]:
-    """For whom electors vouch after the child of `parent`: those before, and for whom two thirds of them do now.
-
-    Of an elector counts what it says on top of `parent`: what it has taken back cannot be brought up again.
-    """
-    if not rules.by_vouch:
-        return ()
-    head, voters = manifest_hash(parent), {member.peer: member.incarnation for member in electors(parent.members)}
-    said = (signed.value for signed in declarations)
-    able = (one for one in said if voters.get(one.peer) == one.incarnation and one.head == head)
-    votes = Counter(peer for one in able for peer in {*one.intent.vouches})
-    needed = Electorate(tuple(voters), Faults.BYZANTINE).quorum
-    known = {*parent.vouched} - {*banned}
-    new = sorted(peer for peer, count in votes.items() if count >= needed and peer not in {*known, *banned})
-    return tuple(sorted({*known, *new[: MAX_VOUCHED - len(known)]}))
 
 
 def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) -> bool:
@@ -266,13 +172,7 @@ def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) 
     return order.author == rules.organiser and said.fingerprint == rules.fingerprint and 0 < said.steps < MAX_COUNT
 
 
-def is_sane_declaration(rules: RunRules, parent: Manifest, said: Declaration) -> bool:
-    """Whether a manifest may follow from it: only who votes on it has a reason to name others (see `vouched_after`)."""
-    is_voter = any(member.peer == said.peer for member in electors(parent.members))
-    return is_sane_intent(said.intent, rules.num_columns) and (is_voter or not said.intent.vouches)
-
-
-def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Content) -> None:
+def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
     """Raises RemoteProtocolError, saying what, where a manifest does not follow from the statements beside it.
 
     Signatures were checked before, and so was the manifest itself (see `check_child`).
@@ -286,14 +186,15 @@ def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Co
     if any(contribution(rules, parent, signed.value) is None for signed in statements.ready):
         raise RemoteProtocolError(f"{where}: it counts work that is not of a member on top of its parent")
     for said in statements.declarations:
-        if said.value.fingerprint != rules.fingerprint or not is_sane_declaration(rules, parent, said.value):
+        if said.value.fingerprint != rules.fingerprint or not is_sane_intent(said.value.intent, rules.num_columns):
             raise RemoteProtocolError(f"{where}: what {said.author} declared is not of this run, or cannot be")
     _check_reports(manifest_hash(parent), statements, where)
-    again = content_of(rules, parent, ledger, statements, child.state_root, child.merge)
+    if missing := missing_quorum(rules, parent, content):
+        raise RemoteProtocolError(f"{where}: {missing}")
+    again = content_of(rules, parent, statements, child.state_root, child.merge)
     kept = again.statements
     if (len(kept.ready), len(kept.declarations)) != (len(statements.ready), len(statements.declarations)) or any(
-        getattr(kept, name) != getattr(statements, name)
-        for name in ("decay", "roll", "accusations", "verdicts", "equivocations")
+        getattr(kept, name) != getattr(statements, name) for name in ("decay", "roll")
     ):
         raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
     for name in Manifest.__dataclass_fields__:
@@ -301,11 +202,43 @@ def check_content(rules: RunRules, parent: Manifest, ledger: Ledger, content: Co
             raise RemoteProtocolError(f"{where}: {name} does not follow from the statements beside it")
 
 
+def missing_quorum(rules: RunRules, parent: Manifest, content: Content) -> str:
+    """The one rule about what a leader may leave out, where it may lie; "" where a manifest keeps it, else why not.
+
+    A quorum of the electors has said READY, with what they trained in the plan, and a quorum stays named, but for who
+    leaves or is banned.
+    """
+    if rules.faults is not Faults.BYZANTINE:
+        return ""
+    child, statements = content.manifest, content.statements
+    order = tuple(member.peer for member in electors(parent.members))
+    head, voters, quorum = manifest_hash(parent), set(order), Electorate(order, rules.faults).quorum
+    planned = {entry.peer for entry in child.roster}
+    for report in (signed.value for signed in statements.reports):
+        planned |= {*report.contributors, *(peer for peer, _ in report.left_out)}
+    said = [signed.value for signed in (*statements.declarations, *statements.ready) if signed.author in voters]
+    done = [one for one in said if one.head == head and one.work.ready]
+    if statements.reports:
+        done = [one for one in done if one.peer in planned or contribution(rules, parent, one) is None]
+    stays = {member.peer for member in child.members} | {one.peer for one in said if one.intent.leaving}
+    stays |= set(child.roll.banned) if child.roll is not None else set()
+    counts = (len({one.peer for one in done}), len(stays & voters))
+    if min(counts) >= quorum:
+        return ""
+    return f"{counts[0]} electors are READY in it and {counts[1]} stay, but a quorum is {quorum}"
+
+
 def is_newer_roll(rules: RunRules, known: Roll | None, signed: Signed[Roll] | None) -> bool:
     """Whether a roll replaces the `known` one: by the organiser, as far as it shows without its signature."""
     if signed is None or (signed.author, signed.value.fingerprint) != (rules.organiser, rules.fingerprint):
         return False
     return signed.value.is_sane() and (known is None or known.number < signed.value.number)
+
+
+def are_sane_shares(report: Report) -> bool:
+    """Whether they are of its contributors, or of none."""
+    fits = len(report.shares) in (0, len(report.contributors))
+    return fits and all(0 <= share <= SHARE for share in report.shares)
 
 
 def _check_reports(parent: Hash, statements: Statements, where: str) -> None:
@@ -316,3 +249,5 @@ def _check_reports(parent: Hash, statements: Statements, where: str) -> None:
             raise RemoteProtocolError(f"{where}: slice {report.piece.key} is not by its reducer, or of another parent")
         if len(sizes) != report.piece.tiles or any(size != len(NO_HASH) for size in sizes):
             raise RemoteProtocolError(f"{where}: slice {report.piece.key} has not one hash for each of its tiles")
+        if not are_sane_shares(report):
+            raise RemoteProtocolError(f"{where}: slice {report.piece.key} does not say what counted of whom")

@@ -43,7 +43,7 @@ class Statuses(Part):
         peer = status.peer
         if signed.author != peer or status.fingerprint != self._rules.fingerprint or not self._is_sane(status):
             return False
-        self._round_plan.hear_ready(declared(signed), now)
+        self._round_plan.hear_ready(declared(signed))
         if peer == self._me:
             return self._hear_of_ourselves(status)
         known = self._others.contacts.get(peer)
@@ -51,13 +51,10 @@ class Statuses(Part):
             if not self._contacts.has_room_for(peer, now):
                 return False
             self._others.contacts[peer] = Contact(signed, heard_at, now if sender == peer else NEVER)
-            self._others.heard_since.pop(peer, None)
             self._heard_from(status, now)
             self._others.reply_due.add(peer)
             return True
         last = known.status
-        if not self._contacts.alive(peer, now):
-            self._others.heard_since.pop(peer, None)
         if status.mark <= last.mark:
             known.is_old = sender == peer and status.mark < last.mark
             is_fresh_now = status.mark == last.mark and known.at == NEVER and heard_at > NEVER
@@ -99,9 +96,6 @@ class Statuses(Part):
 
     def _heard_from(self, status: Status, now: float) -> None:
         peer = status.peer
-        self._state.note_time(self._others.heard_since, peer, now)
-        if status.head == self._state.tip_hash:
-            self._state.note_here(status, now)
         self._others.refused_dial.discard(peer)
         if status.work.ready and self._rules.faults is Faults.CRASH:
             self._others.kept_waiting.discard(peer)
@@ -152,7 +146,6 @@ class Statuses(Part):
             and max(len(status.reports), len(status.staged)) <= self._most_slices(status)
             and self._may_name(status, status.unheard, self._state.electors)
             and self._may_name(status, status.silent, [member.peer for member in self._state.tip.members])
-            and (self._rules.by_vouch or not status.intent.vouches)
             and min(status.counted, status.roll) >= 0
             and status.round >= -1  # before genesis
             and is_sane_work(status.work)

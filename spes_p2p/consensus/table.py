@@ -45,11 +45,9 @@ RULES = (
     Rule("vote", 0, lambda parts: parts.voting.vote),
     Rule("certify", OPEN, lambda parts: parts.voting.certify),
     Rule("verify", WRITABLE, lambda parts: parts.staging.verify),
-    Rule("audit_work", OPEN, lambda parts: parts.work_audits.audit),
     Rule("build", OPEN + VOTER + LEADING + PLANNED, lambda parts: parts.reducing.build),
     Rule("reduce", OPEN + PLANNED + WRITABLE, lambda parts: parts.reducing.reduce),
     Rule("fetch", WRITABLE, lambda parts: parts.staging.fetch),
-    Rule("audit", OPEN + PLANNED + WRITABLE, lambda parts: parts.audits.audit),
     Rule("renew", TICK, lambda parts: parts.renewing.renew),
     Rule("refetch", TICK, lambda parts: parts.staging.refetch),
     Rule("plan", OPEN + VOTER + LEADING + UNPLANNED, lambda parts: parts.round_plan.plan),
@@ -87,6 +85,4 @@ def situation_of(state: State, parts: Parts, now: float) -> int:
             situation |= VOTER
             if parts.leadership.leading():
                 situation |= LEADING
-                if parts.fairness.must_plan_again(now):
-                    situation += UNPLANNED - PLANNED
     return situation

@@ -138,8 +138,8 @@ class Tendermint:
                 if self.vote.heard.has_more_of(self.me, self.vote.record):
                     self.vote.is_mute = True
                     self._ask(vote_on.RecordIsOld())
-                for evidence in self.vote.heard.evidence.values():
-                    self._ask(vote_on.Accuse(evidence))
+                for liar in sorted(self.vote.heard.liars):
+                    self._ask(vote_on.Accuse(liar))
             case vote_on.Judged(value, None):
                 self.vote.verdicts.pop(value, None)
                 self.vote.asked.discard(vote_on.Stage(value))
@@ -250,10 +250,7 @@ class Tendermint:
         verdict = self.vote.verdicts.get(proposal.value)
         if verdict is None:
             return False
-        all_have_led = self.vote.ballot >= len(self.electorate.order)
-        is_free = proposal.polka is None and proposal.value != self.vote.record.locked_value and not all_have_led
-        is_refused = verdict is vote_on.Verdict.REFUSED or (is_free and verdict is vote_on.Verdict.INCOMPLETE)
-        self.own.prevote(NIL if is_refused else proposal.value)
+        self.own.prevote(NIL if verdict is vote_on.Verdict.REFUSED else proposal.value)
         return True
 
     def _rule_precommit(self) -> bool:
@@ -296,7 +293,7 @@ class Tendermint:
 
     def _has(self, value: Hash) -> bool:
         """valid(v): it follows from its parent, and all of it is on our disk."""
-        return self.vote.verdicts.get(value) in (vote_on.Verdict.FIT, vote_on.Verdict.INCOMPLETE)
+        return self.vote.verdicts.get(value) is vote_on.Verdict.FIT
 
     def _ask(self, action: vote_on.Action) -> None:
         """Once."""

@@ -103,6 +103,10 @@ class Pace:
         """
         return 4 * max(trained_seconds, self.round_seconds, self.deadline_seconds(0))
 
+    def stranger_seconds(self) -> float:
+        """The longest step of a stranger that a round waits for (twice as long): it may say so in every round."""
+        return self.WAIT_SHARE * self.round_seconds
+
     def close_after_seconds(self, ready_seconds: list[float], most: bool = False) -> float:
         """Training time after which the round closes without those who are late.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from spes_p2p.consensus.content import Equivocation
 from spes_p2p.consensus.messages import Precommit, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord
-from spes_p2p.ids import Hash
+from spes_p2p.ids import Hash, PeerId
 
 
 class Step(IntEnum):
@@ -26,8 +25,6 @@ class Verdict(Enum):
 
     FIT = "fit"
     """It follows from its parent, and all of it is on our disk."""
-    INCOMPLETE = "incomplete"
-    """The same, but it leaves somebody out who is heard, or has a harmful column: no first proposal for us."""
     REFUSED = "refused"
     """It does not follow from its parent."""
 
@@ -122,9 +119,9 @@ class Decide:
 
 @dataclass(frozen=True)
 class Accuse:
-    """An elector lies, and this proves it."""
+    """An elector lies: it has signed two different votes in one ballot."""
 
-    evidence: Equivocation
+    elector: PeerId
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,20 @@ from dataclasses import dataclass, replace
 from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.content import Content, Equivocation, Statements
-from spes_p2p.consensus.fairness import Fairness
+from spes_p2p.consensus.content import Content, Statements
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import QUORUM, Certificate, Commit, Seal, Votes
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.sizes import PROOF_BYTES, most_named, that_fit
-from spes_p2p.consensus.statements import content_of
+from spes_p2p.consensus.sizes import most_named
+from spes_p2p.consensus.statements import content_of, missing_quorum
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import Step, Verdict
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import Hash
+from spes_p2p.ids import Hash, PeerId
 
 NOBODY_AS_YET = -1
 """The incarnation of a peer that waits for another one."""
@@ -40,7 +39,6 @@ class Voting(Part):
     _leadership: Leadership
     _members: Members
     _proposals: Proposals
-    _fairness: Fairness
 
     # ---------------------------------------------------------------- the vote
 
@@ -70,8 +68,8 @@ class Voting(Part):
         if before is None or said is None or said.value.parent != before.parent or not before.is_news(votes):
             return
         before.take(votes)
-        for evidence in before.evidence.values():
-            self.accuse(evidence)
+        for liar in sorted(before.liars):
+            self._accuse(liar)
 
     def not_persisted(self, durable: VoteRecord, now: float) -> None:
         """The record could not be written: back to what is on disk."""
@@ -97,7 +95,7 @@ class Voting(Part):
         if vote.is_allowed != may_vote:
             yield vote_on.Allowed(may_vote)
         for name in {*current.contents, *current.refused, *vote.verdicts}:
-            if vote.verdicts.get(name) != (verdict := self._verdict(name, now)):
+            if vote.verdicts.get(name) != (verdict := self._verdict(name)):
                 yield vote_on.Judged(name, verdict)
         if may_vote and vote.decided is None:
             if self._leadership.leading() and ballot_of(vote.record.proposal) < vote.ballot:
@@ -110,16 +108,11 @@ class Voting(Part):
                     del current.deadlines[ballot, step]
                     yield vote_on.DeadlinePassed(ballot, step)
 
-    def _verdict(self, name: Hash, now: float) -> Verdict | None:
+    def _verdict(self, name: Hash) -> Verdict | None:
         current = self._state.round
         if name in current.refused:
             return Verdict.REFUSED
-        if name not in current.verified:
-            return None
-        content = current.contents.get(name)
-        if content is None or self._fairness.is_complete(content, now):
-            return Verdict.FIT
-        return Verdict.INCOMPLETE
+        return Verdict.FIT if name in current.verified else None
 
     def _is_over(self, ballot: int, step: Step, now: float) -> bool:
         """Whether a deadline is over. Without a quorum in hearing nothing can be decided: ballots stay as they are."""
@@ -144,8 +137,8 @@ class Voting(Part):
                 case vote_on.StartDeadline(at, step):
                     current.deadlines = {key: since for key, since in current.deadlines.items() if key[0] >= at}
                     current.deadlines[at, step] = now
-                case vote_on.Accuse(evidence):
-                    self.accuse(evidence)
+                case vote_on.Accuse(elector):
+                    self._accuse(elector)
                 case vote_on.RecordIsOld() if self._state.is_elector():  # else they are words of an earlier incarnation
                     self.forget_record(self._own.incarnation)
         vote.own_value = None  # it is proposed now, or not at all: another ballot has another manifest
@@ -155,11 +148,11 @@ class Voting(Part):
             if getattr(vote.record, word) not in (None, getattr(before, word)):
                 reached(word, peer=self._me, round=self._state.tip.round + 1)
 
-    def accuse(self, evidence: Equivocation) -> None:
-        """Keeps a proof that somebody lies: a manifest of ours bans by it."""
-        if evidence.author not in self._others.equivocations and evidence.author != self._me:
-            self._state.notify("lies", "it has signed two different votes in one ballot", evidence.author)
-            self._others.equivocations[evidence.author] = evidence
+    def _accuse(self, elector: PeerId) -> None:
+        """Tells people once that somebody lies: who may ban it is the organiser."""
+        if elector not in self._others.voted_twice and elector != self._me:
+            self._state.notify("lies", "it has signed two different votes in one ballot", elector)
+            self._others.voted_twice.add(elector)
 
     def bind(self, record: VoteRecord) -> None:
         """What we are bound to goes to disk, with what is needed to stand by it."""
@@ -196,15 +189,13 @@ class Voting(Part):
             return None
         build, outcome = self._state.round.outcome
         ready = tuple(self._state.round.ready[entry] for entry in build.roster)
-        others, tip, ledger = self._state.others, self._state.tip, self._state.ledger
+        others, tip = self._state.others, self._state.tip
         slices = tuple(signed.value.piece for signed in build.reports)
         most = most_named(self._rules, tip, ready, build.roster, build.reports, slices)
-        said, each = tuple(self._members.declarations(now)[:most]), PROOF_BYTES // 3
-        accusations = that_fit((signed for some in others.evidence.values() for signed in some.values()), each)
-        verdicts = that_fit((one for some in self._state.round.verdicts.values() for one in some.values()), each)
-        twice = that_fit(others.equivocations.values(), each)
-        statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations, verdicts, twice)
-        return content_of(self._rules, tip, ledger, statements, outcome.state_root, outcome.merge)
+        said = tuple(self._members.declarations(now)[:most])
+        statements = Statements(ready, build.reports, said, others.decay, others.roll)
+        content = content_of(self._rules, tip, statements, outcome.state_root, outcome.merge)
+        return None if missing_quorum(self._rules, tip, content) else content
 
     def certify(self, now: float) -> bool:
         """Precommits of a quorum for one value are the commit, as soon as we know what it stands for."""

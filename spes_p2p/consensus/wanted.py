@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from spes_p2p.consensus.actions import Build
-from spes_p2p.consensus.manifest import Contribution
-from spes_p2p.consensus.messages import Report, Signed, plan_hash
-from spes_p2p.consensus.slices import Column
+from spes_p2p.consensus.messages import plan_hash
 from spes_p2p.consensus.state import Key, State
 from spes_p2p.ids import Hash
 
@@ -24,18 +22,6 @@ class Wanted:
     def staged(self, key: Key, hashes: bytes) -> bool:
         """Whether tiles that we were asked to fetch may still be written."""
         return self._state.round.fetching.get(key) == hashes
-
-    def audited(self, report: Signed[Report]) -> bool:
-        """Whether it still matters if what another reported of a slice is the mean."""
-        return self._state.round.auditing == report
-
-    def audited_work(self, entry: Contribution) -> bool:
-        """Whether it still matters what comes of looking at this work."""
-        return self._state.round.at_work_of == entry
-
-    def tried(self, columns: tuple[Column, ...]) -> bool:
-        """Whether it still matters what these columns do to the model."""
-        return self._state.round.trying == columns
 
     def built(self, build: Build) -> bool:
         """Whether the state that we were asked to build is still to be proposed."""

@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from spes_p2p.consensus.manifest import Audited, manifest_hash
-from spes_p2p.consensus.membership import FAILED, Admission
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.membership import Admission
 from spes_p2p.consensus.messages import RENEWAL, Commit
-from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.consensus.quorum import waiting_text
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
@@ -120,7 +119,6 @@ class Follower:
         now: dict[str, Any] = {
             "members": sorted(one.peer for one in manifest.members),
             "orphans": list(orphans(manifest.ownership)),
-            "probation": [peer for peer, _ in on_probation(manifest)],
             "decay": 0 if manifest.decay is None else manifest.decay.steps,
         }
         history.put("chain", now)
@@ -130,14 +128,10 @@ class Follower:
             return
         for peer in sorted(set(now["members"]) - set(before["members"])):
             history.add_event(at, "joined", peer, f"{short(peer)} joined with round {manifest.round}")
-        banned = Admission(manifest.roll, banned=manifest.banned).all_banned
+        banned = Admission(manifest.roll).banned
         for peer in sorted(set(before["members"]) - set(now["members"])):
             kind, text = ("banned", "banned") if peer in banned else ("left", "no longer a member")
-            is_proven = peer in manifest.banned and Audited(peer, FAILED) not in manifest.audited
-            where = f" (proof: run/proofs/{peer}.proof at who found it)" if is_proven else ""
-            history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on{where}")
-        for peer, text in audit_news(before.get("probation", ()), manifest):
-            history.add_event(at, "audit", peer, f"{short(peer)} {text} in round {manifest.round}")
+            history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on")
         if now["decay"] and not before.get("decay"):
             text = f"the learning rate falls over {now['decay']:,} steps from round {manifest.round} on"
             history.add_event(at, "decay", "", text)
@@ -168,7 +162,7 @@ class Follower:
                 "data": None if report.data is None else dataclasses.asdict(report.data),
                 "last_round": report.last_round or before.get("last_round"),
                 "is_over": report.is_over or bool(before.get("is_over")),
-                "waiting": waiting, "probation": dict(report.probation),
+                "waiting": waiting,
                 "columns": [[list(one.owners), one.stale_rounds] for one in report.columns],
             },
         )  # fmt: skip
@@ -257,6 +251,7 @@ def shown_of(line: PeerLine) -> dict[str, Any]:
         "tokens_per_second": line.tokens_per_second, "owned": list(line.owned), "seen_at": line.seen_at,
         "joined_at": line.joined_at, "reach": _reach(line), "phase": line.vitals.phase, "device": line.vitals.device,
         "warnings": [[one.at_seconds, one.message] for one in line.vitals.warnings] if is_member else [],
+        "share": line.share, "average_share": line.average_share,
         "loss": line.vitals.loss or None, "sent": line.vitals.bytes_sent, "received": line.vitals.bytes_received,
     }  # fmt: skip
 

@@ -52,7 +52,6 @@ class Feed:
         self.changed: Callable[[], None] = lambda: None
         self._news = threading.Condition()
         self._always, self._planned, self._urgent = _NOTHING, _NOTHING, _NOTHING
-        self._looked_at = _NOTHING
         """For a look at what another has trained: beside what is read here, where there is room for it."""
         self._kept = _NOTHING
         """For others: what is left of the room when this peer has what it needs itself."""
@@ -137,21 +136,6 @@ class Feed:
             row[filled : filled + len(part)] = part
             filled += len(part)
 
-    # ---- who looks at what another has trained ----
-
-    def ask(self, starts: NDArray[np.int64], length: int, most_bytes: int) -> bool:
-        """Whether all pieces of these sequences are here. If not, they are to come, in the place of those asked before,
-        where they take no more than so many bytes.
-        """
-        pieces = self.grid.of_tokens(starts, length)
-        absent = int(np.count_nonzero(~self.cache.has(pieces)))
-        if absent and absent * self.grid.max_bytes <= most_bytes:
-            with self._news:
-                self._looked_at = pieces
-                self._protect()
-            self.changed()
-        return not absent
-
     # ---- who keeps copies for others ----
 
     @property
@@ -211,7 +195,7 @@ class Feed:
     def _ahead(self) -> NDArray[np.int64]:
         """What there is room for: never more, or what comes would push out what has come."""
         room = max(0, self.cache.capacity - len(self._urgent))
-        return np.concatenate((self._always, self._planned, self._looked_at))[:room]
+        return np.concatenate((self._always, self._planned))[:room]
 
     def _protect(self) -> None:
         ahead = self._ahead()

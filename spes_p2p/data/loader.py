@@ -257,46 +257,13 @@ def held_out_batches(
         yield reader.batch(sequences, sequences)
 
 
-def leased_tokens(
-    dataset: AnyDataset, config: Config, positions: NDArray[np.int64], most_bytes: int
-) -> NDArray[np.int64]:
-    """The tokens [B, S] at positions of the run's stream that give a loss.
-
-    Raises DataNotReady where data that comes from others is not here. It is fetched then, if that takes no more than
-    so many bytes.
-    """
-    reader = _Reader(dataset, config)
-    numbers = _order(dataset, reader.sequences, config, RUN_STREAM).sequences_at(positions)
-    return _tokens_here(reader, numbers, positions, most_bytes)
-
-
-def held_out_tokens(dataset: AnyDataset, config: Config, max_sequences: int) -> NDArray[np.int64]:
-    """The tokens [B, S] of `held_out_batches` that give a loss, for threads other than the one that trains.
-
-    Raises DataNotReady where data that comes from others is not here.
-    """
-    reader = _Reader(dataset, config)
-    chosen = _held_out(reader.sequences, max_sequences)
-    return _tokens_here(reader, chosen, chosen, most_bytes=0)
-
-
-def _tokens_here(
-    reader: _Reader, numbers: NDArray[np.int64], positions: NDArray[np.int64], most_bytes: int
-) -> NDArray[np.int64]:
-    if not reader.sequences.ask(numbers, most_bytes):
-        raise DataNotReady(f"{len(numbers)} sequences have not arrived yet")
-    batch = reader.batch(numbers, positions)
-    return batch.tokens[batch.loss_mask]
-
-
-def need_held_out(dataset: AnyDataset, config: Config, *max_sequences: int) -> None:
+def need_held_out(dataset: AnyDataset, config: Config, max_sequences: int) -> None:
     """Those of `held_out_batches` should be fetched, and stay, where data comes from others.
 
-    `max_sequences`: of each purpose for which they are read. Replaces what was needed before.
+    Replaces what was needed before.
     """
     sequences = _Reader(dataset, config).sequences
-    chosen = np.concatenate([_held_out(sequences, most) for most in max_sequences])
-    sequences.need(np.unique(chosen), always=True)
+    sequences.need(_held_out(sequences, max_sequences), always=True)
 
 
 def _held_out(sequences: TokenSequences, most: int) -> NDArray[np.int64]:

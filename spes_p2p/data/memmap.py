@@ -75,10 +75,6 @@ class TokenSequences:
         """Until these can be read, next; False where `should_stop` said so first."""
         return self._tokens.wait(self.starts(sequences), self.sequence_length, should_stop)
 
-    def ask(self, sequences: NDArray[np.int64], most_bytes: int) -> bool:
-        """Whether these are here; if not, they are fetched beside what is needed, as far as they take no more bytes."""
-        return self._tokens.ask(self.starts(sequences), self.sequence_length, most_bytes)
-
     def read(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [len(sequences), sequence_length] of sequences by number."""
         tokens = np.empty((len(sequences), self.sequence_length), dtype=np.int64)
@@ -109,9 +105,6 @@ class MappedTokens:
         """Does nothing: all tokens are on this machine."""
 
     def wait(self, starts: NDArray[np.int64], length: int, should_stop: Callable[[], bool]) -> bool:
-        return True
-
-    def ask(self, starts: NDArray[np.int64], length: int, most_bytes: int) -> bool:
         return True
 
     def read_into(self, row: NDArray[np.int64], start: int) -> None:

@@ -93,30 +93,10 @@ class PiecesRequest(Bounded):
     numbers: Annotated[tuple[Annotated[int, between(0, 2**63 - 1)], ...], length(1, MAX_PIECES_AT_ONCE)]
 
 
-@dataclass(frozen=True)
-class WitnessRequest:
-    """A signature that the history here has manifest `head` at `round`."""
-
-    round: int
-    head: Hash
-
-
 DataRequest = CatalogueRequest | SourcesRequest | PiecesRequest
-Request = (
-    RunRequest
-    | ChainRequest
-    | ValuesRequest
-    | TilesRequest
-    | HashesRequest
-    | WiresRequest
-    | DataRequest
-    | WitnessRequest
-)
+Request = RunRequest | ChainRequest | ValuesRequest | TilesRequest | HashesRequest | WiresRequest | DataRequest
 RUN, CHAIN, VALUES, TILES, HASHES = "run", "chain", "values", "tiles", "hashes"
-_NAMES = (
-    RUN, CHAIN, VALUES, TILES, HASHES, "wires", "catalogue", "sources", "pieces",
-    "witness",
-)  # fmt: skip
+_NAMES = (RUN, CHAIN, VALUES, TILES, HASHES, "wires", "catalogue", "sources", "pieces")
 _TYPES = dict(zip(_NAMES, get_args(Request), strict=True))
 _NAME_OF = {kind: name for name, kind in _TYPES.items()}
 

@@ -108,21 +108,21 @@ class Transfers:
 
     async def values(
         self, peer: PeerId, request: ValuesRequest, size: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> tuple[bytes, memoryview]:
-        """(how they fit its commitment, the `size` bytes that a peer has for a slice, its tiles one after the other).
+    ) -> memoryview:
+        """The `size` bytes that a peer has for a slice, its tiles one after the other; not checked.
 
-        Neither was checked; the memory is the caller's.
+        The memory is the caller's.
 
         A peer that has done other work since, in another life, refuses. Raises NetworkError, RemoteProtocolError or
         WrongSize. `is_wanted` is asked when its turn has come; PeerSilent is raised where it is not any more.
         """
         try:
-            opening, data = await self._ask(peer, request, size, is_wanted)
+            _, data = await self._ask(peer, request, size, is_wanted)
         except BlobTooLarge as error:
             raise WrongSize(str(error)) from error
         if len(data) != size:
             raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
-        return opening, data
+        return data
 
     async def tiles(
         self,

@@ -7,7 +7,7 @@ by a table from above (interop/hf), since that order goes by Hugging Face names,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -73,27 +73,6 @@ def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray
     _load(model, flat, pieces)
 
 
-def pieces_of_layer(
-    model: Transformer, table: Table, layer: int | None, block: int
-) -> Iterator[tuple[Place, int, int]]:
-    """What one block of a deeper model's state has of one layer: the place in the first layer of `model`, start, stop.
-
-    `table` is the deeper model's. `layer` None: what is in no layer (embedding, last norm, head).
-    """
-    start = 0
-    for where in table[block]:
-        first = replace(where, layer=0) if isinstance(where, ExpertPlace) else _in_first_layer(where)
-        stop = start + _shape(model, first).numel()
-        if _layer_of(where) == layer:
-            yield first, start, stop
-        start = stop
-
-
-def load_layer(model: Transformer, table: Table, layer: int | None, block: int, flat: NDArray[np.float32]) -> None:
-    """Copies what one block of a deeper model's state has of one layer into the first layer of `model`."""
-    _load(model, flat, pieces_of_layer(model, table, layer, block))
-
-
 @torch.no_grad()
 def _load(model: Transformer, flat: NDArray[np.float32], pieces: Iterable[tuple[Place, int, int]]) -> None:
     for where, start, stop in pieces:
@@ -102,18 +81,6 @@ def _load(model: Transformer, flat: NDArray[np.float32], pieces: Iterable[tuple[
             model.banks[where.layer].load(where.expert, where.which, values)
         else:
             model.get_parameter(where.parameter).copy_(values)
-
-
-def _layer_of(where: Place) -> int | None:
-    if isinstance(where, ExpertPlace):
-        return where.layer
-    kind, _, rest = where.parameter.partition(".")
-    return int(rest.partition(".")[0]) if kind == "layers" else None
-
-
-def _in_first_layer(where: SharedPlace) -> SharedPlace:
-    kind, _, rest = where.parameter.partition(".")
-    return SharedPlace(f"layers.0.{rest.partition('.')[2]}") if kind == "layers" else where
 
 
 def read_block(model: Transformer, table: Table, block_index: int) -> NDArray[np.float32]:

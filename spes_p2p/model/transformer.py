@@ -169,14 +169,6 @@ class Transformer(nn.Module):
                 stack.enter_context(bank.masters_in_fp32())
             yield
 
-    def cross_entropies(self, x_BSD: Tensor, token_BS: Tensor) -> Tensor:
-        """Of each sequence [B], in nats, the mean over positions 1..S-1, given what the last layer has put out."""
-        x_BSD, count = self.norm(x_BSD), token_BS.shape[1] - 1
-        ones = torch.ones(count, device=x_BSD.device)
-        rows = zip(x_BSD[:, :-1], token_BS[:, 1:].long(), strict=True)
-        sums = [head_sums(x_ND, self.head.weight, target_N, ones, 0.0).total for x_ND, target_N in rows]
-        return torch.stack(sums) / count
-
     def logits(self, token_BS: Tensor) -> Tensor:
         """Next-token logits [B, S, V] in the compute dtype."""
         x_BSD, _ = self._hidden(token_BS)

@@ -73,6 +73,8 @@ class Round:
     """Sequences of each dataset of a mixture that peers were given since the run began."""
     own_tokens: int = -1
     """Of `tokens`, those of this peer; -1 where an older version wrote the event."""
+    own_share: float = -1.0
+    """How much of what this peer gave counted, from 0 to 1; -1 where it is trusted, or gave nothing as yet."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,12 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer came or went, or audits of its work changed what that counts."""
+    """A peer came or went."""
 
     event: ClassVar[str] = "peer"
-    change: Literal["joined", "left", "lost", "banned", "failed an audit", "showed auditors nothing", "counts in full"]
+    change: Literal["joined", "left", "lost", "banned"]
     who: str
     round: int
-    proof: str = ""
-    """Of who was banned: the file that shows why, where this peer has found it (`run inspect --proof`)."""
     own: bool = False
     """Whether it is this peer."""
 

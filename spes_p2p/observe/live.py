@@ -22,7 +22,7 @@ from rich.text import Text
 
 from spes_p2p.observe.events import Columns, Eval, Event, ExpertLoad, Pause, Round, Step
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text, span_text
-from spes_p2p.observe.text import line
+from spes_p2p.observe.text import line, share_text
 from spes_p2p.observe.view import PeerView
 
 TRAINING, WAITING, READY, EXCHANGING, VOTING = "training", "waiting", "ready", "exchanging", "voting"
@@ -59,8 +59,9 @@ class Facts:
     counted_rounds: int = 0
     rank: int = 0
     contributors: int = 0
-    counted_tokens: int = 0
     """Of this peer, in the whole run."""
+    shares: tuple[float, float] | None = None
+    """How much of what this peer gave counted, in the newest round and on average; None where it is trusted."""
     round: int = 0
     step: int = 0
     swarm_tokens: int = 0
@@ -159,10 +160,10 @@ def _facts_table(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
 def _share(state: LiveState) -> RenderableType:
     facts, speed = state.facts, None if state.paused else state.tokens_per_second
     rank = f", rank {facts.rank} of {facts.contributors}" if facts.rank else ""
+    if facts.shares is not None:
+        rank = f", {facts.shares[0]:.0%} counted (mean {facts.shares[1]:.0%})"
     owned = f"{len(facts.owned)} of {facts.columns}" + (f": {span_text(facts.owned)}" if facts.owned else "")
     tokens = count_text(state.tokens)
-    if facts.counted_tokens > state.tokens:  # of an earlier life
-        tokens = f"{count_text(facts.counted_tokens)} in all, {tokens} since this start"
     rows = [
         ("tokens", tokens + (f", {count_text(speed)} per second" if speed is not None else "")),
         ("rounds", f"{facts.counted_rounds} credited{rank}"),
@@ -256,7 +257,9 @@ class LiveModel:
             self._paused = event.why if event.paused else ""
         if isinstance(event, Round) and event.own_tokens > 0:
             self.messages = self.messages[:-1] if self._is_round_newest else self.messages
-            self._note(time, f"round {event.round} committed, your {count_text(event.own_tokens)} tokens counted")
+            told = f"your {count_text(event.own_tokens)} tokens counted"
+            told = told if event.own_share < 0 else f"{share_text(event.own_share)} of what you gave counted"
+            self._note(time, f"round {event.round} committed, {told}")
             self._is_round_newest = True
         # what these tell is on the screen, or for those who read metrics
         if not isinstance(event, Step | Round | Eval | Columns | ExpertLoad):

@@ -50,8 +50,7 @@ def _line(event: on.Event) -> str:
         case on.ExpertLoad():
             return _load_line(event)
         case on.Peer():
-            proof = f"; the proof is {event.proof}" if event.proof else ""
-            return f"{peer_text(event)} (round {event.round}){proof}"
+            return f"{peer_text(event)} (round {event.round})"
         case on.Columns():
             return f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
         case on.Pause():
@@ -73,6 +72,11 @@ def peer_text(event: on.Peer) -> str:
     return f"this peer {_PASSIVE.get(event.change, event.change)}"
 
 
+def share_text(share: float) -> str:
+    """How much of what a stranger gave counted, from 0 to 1; where it is nothing, why."""
+    return f"{share:.0%}" if share else "0% (it points another way than the trusted peers' mean)"
+
+
 def _round_line(event: on.Round) -> str:
     training = event.seconds.get("train", 0.0)
     synced = f"synced in {seconds_text(sum(event.seconds.values()) - training)}"
@@ -85,6 +89,8 @@ def _round_line(event: on.Round) -> str:
         f"deadline {seconds_text(event.deadline_seconds)}",
         f"model {event.model_hash[:10]}",
     ]
+    if event.own_share >= 0:
+        parts.append(f"{share_text(event.own_share)} of what this peer gave counted")
     if event.merge_alpha:
         parts.append(f"merged with alpha {event.merge_alpha:.3g}")
     if event.stale_columns:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p.ids import PeerId
 
@@ -57,12 +57,33 @@ class OwnershipRequest:
 
 
 def assign(
-    ownership: Ownership, wishes: Mapping[PeerId, OwnershipRequest], target_replicas: int, kept: Collection[int] = ()
+    ownership: Ownership,
+    wishes: Mapping[PeerId, OwnershipRequest],
+    target_replicas: int,
+    kept: Collection[int] = (),
+    strangers: Collection[PeerId] = (),
 ) -> Ownership:
     """Ownership of the next round. `wishes` has one entry for each next member, and nobody else.
 
-    No owner that stays loses one of the columns `kept`, whatever is wished or fits.
+    No owner that stays loses one of the columns `kept`, whatever is wished or fits. `strangers` own nothing but beside
+    others: of each column as many of them as of these, since more would not count (see `sync.trusted_mean`).
     """
+    trusted = _assigned(ownership, {p: wish for p, wish in wishes.items() if p not in strangers}, target_replicas, kept)
+    if not strangers:
+        return trusted
+    alone = orphans(trusted)
+    beside = {
+        peer: replace(wish, releases=tuple(sorted({*wish.releases, *alone})))
+        for peer, wish in wishes.items()
+        if peer in strangers
+    }
+    added = _assigned(ownership, beside, target_replicas, set(kept) - set(alone))
+    return tuple(tuple(sorted({*own, *more})) for own, more in zip(trusted, added, strict=True))
+
+
+def _assigned(
+    ownership: Ownership, wishes: Mapping[PeerId, OwnershipRequest], target_replicas: int, kept: Collection[int]
+) -> Ownership:
     table = _Table(ownership, wishes, kept)
     table.shed()
     table.grant_claims()

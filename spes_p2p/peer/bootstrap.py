@@ -301,7 +301,7 @@ class RunNode:
     def _chores(self) -> list[Coroutine[Any, Any, None]]:
         """What never ends well."""
         transport, announcer, chores = self._network.transport, self._announcer, [self._report_commits()]
-        if self._me == self._info.organiser and self._config.swarm.electors == "vouched":
+        if self._me == self._info.organiser and self._config.swarm.trusted == "vouched":
             chores.append(self._admit())
         if self._mirror is not None:
             chores += [self._mirror.await_genesis(self._organiser), self._mirror.copy_data(announcer)]

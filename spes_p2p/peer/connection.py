@@ -26,7 +26,7 @@ from spes_p2p.peer.herald import decay_line
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
 from spes_p2p.peer.stopping import until_stopped
-from spes_p2p.peer.wishes import Wishes, vouches_in
+from spes_p2p.peer.wishes import Wishes
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import MonotonicClock
 from spes_p2p.swarm.records import PeerRecord
@@ -35,7 +35,6 @@ from spes_p2p.sync.driver import Driver, build_driver
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Node
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
-from spes_p2p.sync.receipts import make_receipt
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.surroundings import Disk, Role
 from spes_p2p.sync.tasks import Tasks
@@ -70,7 +69,6 @@ class Connection:
         self._node = Node(network, MonotonicClock(), say)
         self.wishes = Wishes(
             gate.wish, self._node.me, lambda: heirs(self.others(), self.driver.core.tip.members),
-            lambda: vouches_in(options.folder),
         )  # fmt: skip
         self.data = DataSupply(network, found, options, data_traffic, gate.notice, gate.failed)
         self.presence = Presence(
@@ -169,11 +167,6 @@ class Connection:
         others = [status for status in self.others() if not status.intent.leaving]
         return bool(others) and all(status.round < round for status in others)
 
-    def make_receipt(self, seconds: float) -> bytes:
-        """Of what is counted of this peer. Raises NetworkError where nobody signs it, TimeoutError after `seconds`."""
-        making = make_receipt(self._network, self.info, self.disk.chain, self.peer_id, max(0.0, seconds))
-        return self._thread.run(asyncio.wait_for(making, seconds))
-
     # ---- the network's thread ----
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
@@ -233,9 +226,9 @@ class Connection:
         self.driver.obey(words)
         if words.is_banned(self.peer_id):
             self.gate.failed(banned(self.info, self.peer_id))
-        had_vote, has_vote = (said.admission(self._run.rules).may_vote(self.peer_id) for said in (before, words))
-        if has_vote and not had_vote:
-            self.gate.notice(Notice("vouched", "the organiser vouches for this peer: it votes"))
+        was_trusted, is_trusted = (said.admission(self._run.rules).is_trusted(self.peer_id) for said in (before, words))
+        if is_trusted and not was_trusted:
+            self.gate.notice(Notice("vouched", "the organiser vouches for this peer: it is trusted now"))
         if words.decay is not None and before.decay is None:
             self.gate.notice(Notice("decay", decay_line(words.decay.value.steps, self.driver.core.tip)))
         if words.last_round != self.last_round:

@@ -118,7 +118,7 @@ def run_checks(
             note(check)
         if found.peers:
             note(sync_check(found.config, wanted_columns(found.config, options), found.peers + 1))
-    is_vouched = found.config is not None and found.config.swarm.electors == "vouched"
+    is_vouched = found.config is not None and found.config.swarm.trusted == "vouched"
     if is_vouched or makes_key:
         note(_id_check(options.folder, is_vouched))
     return checks

@@ -10,7 +10,7 @@ from spes_p2p.config.fingerprint import apply_peer_overrides, check_peer_overrid
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.membership import Admission
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import Contacts, first_addresses
@@ -123,15 +123,18 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     )  # before anything of this run is written there
     run = Run(info, config, layout)
     say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()[:16]}")
-    if not words.admission(run.rules).may_vote(network.signer.peer_id):
-        say(_no_vote(network.signer.peer_id, options.token))
+    if not words.admission(run.rules).is_trusted(network.signer.peer_id):
+        say(_of_a_stranger(network.signer.peer_id, options.token))
     return FoundRun(run, tuple(group.addresses()), group.round, contacts)
 
 
-def _no_vote(me: PeerId, token: bytes) -> str:
+def _of_a_stranger(me: PeerId, token: bytes) -> str:
     if token:
-        return "this peer's invitation gives it a vote, as soon as the organiser's node has seen it"
-    return f"this peer trains, but has no vote; the organiser gives it one with: spes-p2p run vouch {me}"
+        return "this peer's invitation makes it a trusted one, as soon as the organiser's node has seen it"
+    return (
+        "this peer is a stranger here: what it trains counts as far as it agrees with the trusted peers; the organiser "
+        f"makes it one of them with: spes-p2p run vouch {me}"
+    )
 
 
 def check_own_pass(token: bytes, info: RunInfo, network: Network) -> None:
@@ -188,18 +191,10 @@ def banned(info: RunInfo, peer: PeerId) -> PermanentError:
     )
 
 
-def check_not_banned(rules: RunRules, info: RunInfo, manifest: Manifest, me: PeerId) -> None:
-    """Raises PermanentError where a manifest excludes this peer."""
-    admission = rules.admission(manifest.roll, manifest.banned, manifest.vouched, manifest.round)
-    if not admission.is_banned(me):
-        return
-    if me not in manifest.banned:
+def check_not_banned(info: RunInfo, manifest: Manifest, me: PeerId) -> None:
+    """Raises PermanentError where the organiser has banned this peer by what a manifest says."""
+    if Admission(manifest.roll).is_banned(me):
         raise banned(info, me)
-    raise PermanentError(
-        f"the electors of run {info.run_id} have banned this peer: its means were none, or it failed audits",
-        fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {me} "
-        "(after run vouch --undo and a round, where it had vouched for this peer)",
-    )
 
 
 def check_organiser(expected: PeerId | None, info: RunInfo) -> None:

@@ -53,7 +53,7 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None, is_mirror
         return [*named, f"it continues at round {newest.manifest.round}, step {newest.manifest.step:,}"]
     wanted, warnings = config.swarm.min_peers, (expected_coverage(config), router_warning(config))
     begins = f"it starts once {amount_text(wanted, 'peer')} {'has' if wanted == 1 else 'have'} joined"
-    if config.swarm.electors == "vouched":
+    if config.swarm.trusted == "vouched":
         whom = "one that the organiser vouches for, or a node" if is_mirror else "one that you vouch for, or this node"
         begins += f", and somebody who may vote is there: {whom} with --serve"
     return [*named, *(warning for warning in warnings if warning is not None), begins]

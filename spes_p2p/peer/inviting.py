@@ -6,7 +6,6 @@ The format is in `swarm/invite.py`; the one that a node keeps, in `peer/contacts
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import invite_of
 from spes_p2p.peer.entrance import ANSWER_SECONDS
-from spes_p2p.peer.folder import CHAIN, RUN
+from spes_p2p.peer.folder import RUN
 from spes_p2p.peer.network import visit
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
@@ -24,16 +23,13 @@ from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.invite import Invite, decode, encode, invited_to
 from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.announced import read_peers
-from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_and_load
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.organiser_words import WORDS_FILE, Words, load_orders
 from spes_p2p.sync.passes import full_roll_line, make_pass
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
-EVERYBODY_VOTES = (
-    "note: in this run every member votes (swarm.electors: all); vouching changes nothing but lifting a ban by electors"
-)
+EVERYBODY_VOTES = "note: in this run every member is trusted (swarm.trusted: all); vouching changes nothing"
 
 
 def fresh_invite(meeting: JoinTarget) -> str:
@@ -62,7 +58,7 @@ def organisers_sealer(identity: Path, run: RunInfo | Invite) -> KeySealer:
 def vouching_note(run: RunInfo | None) -> str:
     """What there is to say to somebody who vouches for a peer of this run; "" for nothing, or where it is not known."""
     config = None if run is None else published_config(run.config, origin=f"the config of run {run.run_id}")
-    return EVERYBODY_VOTES if config is not None and config.swarm.electors == "all" else ""
+    return EVERYBODY_VOTES if config is not None and config.swarm.trusted == "all" else ""
 
 
 def full_note(folder: Path, run: RunInfo | None, peer: PeerId) -> str:
@@ -71,19 +67,6 @@ def full_note(folder: Path, run: RunInfo | None, peer: PeerId) -> str:
     vouched = words.roll.value.vouched if words.roll is not None else ()
     is_full = len(vouched) >= MAX_VOUCHED and peer not in vouched
     return f"note: {full_roll_line(peer, folder)}" if is_full else ""
-
-
-def no_more_by_electors(folder: Path, peers: Collection[PeerId]) -> str:
-    """That electors can let none of `peers` vote, by the newest manifest that the peer of `folder` has; or ""."""
-    newest = Chain(folder / RUN / CHAIN, mends=False).newest if (folder / RUN / CHAIN).is_dir() else None
-    vouched = newest.manifest.vouched if newest is not None else ()
-    new = sorted({*peers} - {*vouched})
-    if len(vouched) < MAX_VOUCHED or not new:
-        return ""
-    return (
-        f"note: electors have let {MAX_VOUCHED} peers vote, the most there can be until one of these is banned, so "
-        f"this changes nothing; ask the organiser for: spes-p2p run vouch {' '.join(new)}"
-    )
 
 
 async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:

@@ -11,8 +11,6 @@ DEFAULT_FOLDER = Path(PEER_FOLDER)
 """Of a peer, where no other is named."""
 INVITE_FILE = "invite.txt"
 """In the folder of every node."""
-RECEIPT_FILE = "receipt.spes"
-"""In the folder of a peer: what its run has counted of its work."""
 
 
 def kept_invite(folder: Path, example: str = "spes-p2p invite --folder peer") -> str:

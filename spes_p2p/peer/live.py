@@ -77,7 +77,7 @@ class LiveFacts:
             counted_rounds=counted,
             rank=rank,
             contributors=contributors,
-            counted_tokens=connection.disk.chain.ledger(tip.round).of(me).tokens,
+            shares=tip.credit_of(me),
             round=tip.round,
             step=tip.step,
             swarm_tokens=tip.tokens,

@@ -369,7 +369,7 @@ def history(
     for at, commit in enumerate(commits):
         manifest, certificate = commit.manifest, commit.certificate
         members = frozenset(member.peer for member in manifest.members)
-        excluded = Admission(manifest.roll, banned=manifest.banned).all_banned
+        excluded = frozenset(Admission(manifest.roll).banned)
         yield HistoryLine(
             round=manifest.round,
             kind=certificate.kind,

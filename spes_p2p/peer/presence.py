@@ -123,10 +123,12 @@ def _bounded(value: float, most: float) -> float:
 
 @dataclass
 class Progress:
-    """What the peer's own record says of its training; written by the training thread."""
+    """What came of this peer's training since its start. Written by the training thread, but for `counted_tokens`: what
+    rounds have counted, less what was left with a history."""
 
     step: int = 0
     tokens: int = 0
+    counted_tokens: int = 0
     tokens_per_second: float = 0.0
 
 

@@ -11,7 +11,6 @@ from spes_p2p.checkpoint.load import Checkpoint, load_latest
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
@@ -160,14 +159,14 @@ class Resumed:
 
         It is read from the trainer, which is restored for that unless `restore` has done it.
 
-        None where nothing is ahead, for a peer whose work does not count as yet, if the checkpoint belongs to another
+        None where nothing is ahead, if the checkpoint belongs to another
         history, or if it holds work that no round counted and whose data was leased to others. With overlap every
         checkpoint holds such work and is used all the same: repeating a few steps of data is a smaller loss than
         dropping the rest.
         """
         if not sync.takes_turns or (self.uncounted.tokens and not sync.overlap):
             return None
-        if me in weightless(tip.members) or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
+        if self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
         takes_parts = vocabulary_of(layout, sync).rounds > 1
         columns = (column for column in columns_of(tip.ownership, me) if column in self._owned)

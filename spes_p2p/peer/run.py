@@ -17,7 +17,6 @@ from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Admission
 from spes_p2p.consensus.messages import RENEWAL, Commit
-from spes_p2p.consensus.probation import audit_news, on_probation
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, check_datasets, need_held_out, open_dataset
 from spes_p2p.data.order import handed_out
@@ -34,7 +33,7 @@ from spes_p2p.ownership.assign import columns_of
 from spes_p2p.peer.checks import raise_failures
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA, check_dataset
-from spes_p2p.peer.departure import Departure, Farewell
+from spes_p2p.peer.departure import Departure, last_words
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.entrance import check_kept_is_open, check_not_banned
@@ -51,16 +50,13 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.node import trial_sequences
 from spes_p2p.sync.outer import outer_of
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.stages import Place, Restored
 from spes_p2p.train.step import pinned
 from spes_p2p.train.trainer import Trainer
-from spes_p2p.train.work_judge import MemoryJudge
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
 Say = Callable[[str], None]
@@ -180,11 +176,6 @@ def _train(
     pause.on_change(lambda why: _note_pause(why, connection, bus))
     connection.wishes.pause(pause.active)
     tip = connection.enter(columns)
-    if trial_sequences(config):
-        connection.disk.judge = HeldOutJudge(config, learning.dataset)
-    if connection.driver.core.state.rules.audited_work:
-        connection.disk.work_judge = MemoryJudge(config, learning.dataset)
-    farewell = Farewell(connection, options)
     say(about_itself(me, tip.manifest))
     say(f"others join with this invitation:\n  {connection.found.contacts.word}")
     facts = LiveFacts(connection)
@@ -204,9 +195,7 @@ def _train(
         del resumed  # it maps a checkpoint that may be removed while training goes on
         loop.run()
         Departure(loop).run()
-        if said := farewell.receipt():
-            say(said)
-        around.last_words.append(farewell.words(connection.presence.progress.tokens, loop.machine.own.uncounted.tokens))
+        around.last_words.append(last_words(connection, options.folder, loop.machine.own.uncounted.tokens))
     finally:
         pause.close()
 
@@ -313,7 +302,7 @@ def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say:
             check_dataset(pieces.dataset_hash, config.data.path, info)
             check_datasets(pieces.catalogue, config)
             connection.data.serve(pieces)
-    need_held_out(dataset, config, config.eval.sequences if config.eval.every_rounds else 0, trial_sequences(config))
+    need_held_out(dataset, config, config.eval.sequences if config.eval.every_rounds else 0)
     return dataset
 
 
@@ -327,9 +316,11 @@ def _make_loader(config: Config, info: RunInfo, dataset: AnyDataset, me: PeerId)
 def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
     manifest, traffic = event.commit.manifest, connection.data.traffic
     try:
-        check_not_banned(connection.found.run.rules, connection.info, manifest, connection.peer_id)
+        check_not_banned(connection.info, manifest, connection.peer_id)
     except PermanentError as error:
         connection.gate.failed(error)
+    counted = 0 if event.counted is None else event.counted.tokens
+    connection.presence.progress.counted_tokens += counted - event.own_tokens
     data_sent, data_received = traffic.take()
     bus.emit(
         Round(
@@ -339,6 +330,7 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             commit="renewal" if event.commit.certificate.kind == RENEWAL else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
             own_tokens=sum(entry.tokens for entry in manifest.roster if entry.peer == connection.peer_id),
+            own_share=(manifest.credit_of(connection.peer_id) or (-1.0,))[0],
             bytes_sent=max(0, event.bytes_sent - data_sent),
             bytes_received=event.bytes_received,
             seconds=event.seconds,
@@ -354,20 +346,17 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
         )
     )
     me = connection.peer_id
-    for peer, news in audit_news([peer for peer, _ in on_probation(event.previous)], manifest):
-        bus.emit(Peer(news, peer, manifest.round, own=peer == me))
     if event.caught_up:
         return  # who came and went meanwhile is no news any more
     before = {member.peer for member in event.previous.members}
     after = {member.peer for member in manifest.members}
     for peer in sorted(after - before):
         bus.emit(Peer("joined", peer, manifest.round, own=peer == me))
-    excluded = Admission(manifest.roll, banned=manifest.banned)
+    excluded = Admission(manifest.roll)
     for peer in sorted(before - after):
         is_banned, has_left = excluded.is_banned(peer), peer in event.leavers
-        proof = connection.disk.proofs.path_of(peer) if is_banned else None
         change: Literal["banned", "left", "lost"] = "banned" if is_banned else "left" if has_left else "lost"
-        bus.emit(Peer(change, peer, manifest.round, "" if proof is None else str(proof), own=peer == me))
+        bus.emit(Peer(change, peer, manifest.round, own=peer == me))
 
 
 def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from spes_p2p.codecs.sizes import Codec, bytes_a_value
 from spes_p2p.config.load import bundled_config, changed, config_from_text, load_config
 from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.data.loader import check_enough
@@ -28,15 +27,12 @@ from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
-from spes_p2p.sync.node import can_be_audited, check_sizes
+from spes_p2p.sync.node import check_sizes
 
-DECIDED = ("scheduler.name", "sync.codec", "sync.aggregate", "swarm.electors", "swarm.faults")
+DECIDED = ("scheduler.name", "sync.codec", "swarm.trusted", "swarm.faults")
 """What nobody can change once a run has begun, and many an organiser wants to know of."""
-FOR_STRANGERS = ("sync.aggregate=clip", "swarm.faults=byzantine", "swarm.electors=vouched")
-"""What keeps a run going right while one peer in five lies (docs/security.md)."""
-UNTRIED_WITH_AUDITS = "sync.vocabulary_rounds=1"
-"""How well work can be judged where vocabulary takes turns is hardly known."""
-COARSEST_AUDITED: Codec = "int8"
+FOR_STRANGERS = ("swarm.trusted=vouched",)
+"""What keeps a run going right whoever of the strangers lies (docs/security.md)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
             f"another run has begun in the folder {node}", fix="give this one a folder of its own with --output DIR"
         )
     template = bundled_config(run.template)
-    defences = _defences(load_config(template)) if run.strangers else ()
+    defences = FOR_STRANGERS if run.strangers else ()
     given = [*_overrides(run), *defences, *run.overrides]
     words = list[str]()
     if run.data or run.data_urls:
@@ -105,13 +101,6 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     keys = (*chosen_keys(template), *DECIDED, *asked, *_keys_of(defences))
     write_new(path, commented_yaml(config, keys, heading).encode())
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config, node)))
-
-
-def _defences(template: Config) -> tuple[str, ...]:
-    """For a run of strangers; with a coarse codec nobody could audit."""
-    codecs, least = {"codec": template.sync.codec, "expert_codec": template.sync.expert_codec}, COARSEST_AUDITED
-    coarse = [field for field, codec in codecs.items() if bytes_a_value(codec) < bytes_a_value(least)]
-    return (*FOR_STRANGERS, UNTRIED_WITH_AUDITS, *(f"sync.{field}={least}" for field in coarse))
 
 
 def _keys_of(overrides: Iterable[str]) -> set[str]:
@@ -160,7 +149,7 @@ def _words(run: NewRun, config: Config, node: Path) -> list[str]:
     question = _question(run, config)
     found = answer(question)
     warnings = [expected_coverage(config) or "", router_warning(config) or ""]
-    words = [*warnings, found.sentence(), found.too_slow()]
+    words = [*warnings, found.sentence(), found.too_slow(), found.trusted()]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")
@@ -187,19 +176,13 @@ def _words_of_rate(config: Config) -> str:
 
 def _words_of_strangers(config: Config, node: Path) -> list[str]:
     """What an organiser has to do where peers may lie."""
-    if config.swarm.electors != "vouched" or config.swarm.faults != "byzantine":
+    if config.swarm.trusted != "vouched":
         return []
     commands = [in_folder(f"spes-p2p {words} PEER", node, NODE_FOLDER) for words in ("invite --for", "run vouch")]
-    words = [
-        f"peers vote once you vouch for them ({', '.join(commands)}); fewer than a third of those may lie, so vouch "
-        "for four at least, better for seven"
+    return [
+        f"everybody is a stranger until you vouch for it ({', '.join(commands)}); trusted peers alone vote, lead and "
+        "reduce, and four of them tell well which strangers agree with them"
     ]
-    if not can_be_audited(config, state_layout(config)):
-        words.append(
-            "nobody audits reducers or trained work in this run: that needs sync.aggregate=clip and codecs no coarser "
-            "than int8"
-        )
-    return words
 
 
 WIDTH = 118

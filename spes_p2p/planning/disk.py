@@ -15,10 +15,8 @@ file is a whole block, of which one tile may be used. R is
     what contributions left out   T; of columns with one owner nothing, where all have one
     what means left out           T; most has room for all columns that a peer may reduce for others: V
 
-Where reducers are audited, nothing is kept of a mean, but of columns with one owner; contributions lie beside the
-snapshot as they were sent, and where those who trained are audited, too, both lie there of the round before as well. A
-checkpoint that no version of the state store shares files with any more takes S + 3 T. Leaves out the run's data, of
-which `--max-data-disk` is the bound.
+A checkpoint that no version of the state store shares files with any more takes S + 3 T.
+Leaves out the run's data, of which `--max-data-disk` is the bound.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class DiskNeed:
     def of(cls, config: Config, owned: int) -> DiskNeed:
         sizes = Sizes.of(config.model)
         trained = VALUE_BYTES * sizes.trained(owned)
-        handed_out = _sent_bytes(config, sizes.shared, sizes.experts, in_fp32=config.sync.outer != "none")
+        handed_out = _handed_out_bytes(config, sizes)
         held = _ROUNDS * (stored_bytes(config) + handed_out)
         held += _before_merge_bytes(config, sizes) + _snapshot_bytes(config, sizes, owned)
         least, most = (held + _ROUNDS * left for left in _left_out_bytes(config, sizes, owned))
@@ -60,12 +58,12 @@ def _is_lossy(config: Config, codec: Codec) -> bool:
     return config.sync.enabled and codec != "fp32"
 
 
-def _sent_bytes(config: Config, shared: int, columns: int, in_fp32: bool = False) -> int:
-    """So many values as they travel; those that do in fp32 only if asked for."""
+def _handed_out_bytes(config: Config, sizes: Sizes) -> int:
+    """All values as they travel; those that do in fp32 only where the state's own files are not that."""
     return sum(
         round(values * bytes_a_value(codec))
-        for values, codec in ((shared, config.sync.codec), (columns, config.sync.expert_codec))
-        if in_fp32 or _is_lossy(config, codec)
+        for values, codec in ((sizes.shared, config.sync.codec), (sizes.experts, config.sync.expert_codec))
+        if config.sync.outer != "none" or _is_lossy(config, codec)
     )
 
 
@@ -82,12 +80,9 @@ def _before_merge_bytes(config: Config, sizes: Sizes) -> int:
 
 
 def _snapshot_bytes(config: Config, sizes: Sizes, owned: int) -> int:
-    """Of what was trained, and for a moment of the one before; for auditors of one more round, and as it was sent."""
+    """Of what was trained, and for a moment of the one before."""
     count = 3 if config.sync.overlap else 2
-    if not _is_audited(config):
-        return count * VALUE_BYTES * sizes.trained(owned)
-    sent = _sent_bytes(config, sizes.shared, owned * sizes.column)
-    return (count + 1) * VALUE_BYTES * sizes.trained(owned) + 2 * sent
+    return count * VALUE_BYTES * sizes.trained(owned)
 
 
 def _left_out_bytes(config: Config, sizes: Sizes, owned: int) -> tuple[int, int]:
@@ -97,14 +92,5 @@ def _left_out_bytes(config: Config, sizes: Sizes, owned: int) -> tuple[int, int]
         for values, codec in ((sizes.shared, config.sync.codec), (sizes.column, config.sync.expert_codec))
     )
     columns, are_sole = owned * column, config.swarm.target_replicas == 1
-    if _is_audited(config):
-        return shared + columns, shared + 2 * columns
     reduced = columns if are_sole else sizes.num_experts * column  # others', where none of their owners can be dialled
     return 2 * shared + (1 if are_sole else 2) * columns, 2 * shared + columns + reduced
-
-
-def _is_audited(config: Config) -> bool:
-    """Whether reducers are: see `can_be_audited` in sync/node.py, which looks at the layout."""
-    sync = config.sync
-    is_fine = {sync.codec, sync.expert_codec} <= {"fp32", "bf16", "int8"}
-    return sync.enabled and sync.aggregate == "clip" and sync.audited_share > 0 and is_fine

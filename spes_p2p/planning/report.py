@@ -79,6 +79,17 @@ class Answer:
             "(optimizer.batch_sequences)."
         )
 
+    def trusted(self) -> str:
+        """How many peers the organiser has to vouch for, where only those own columns alone; nothing elsewhere."""
+        config, owned = self.question.config, self.question.owned
+        if config.swarm.trusted != "vouched" or not owned:
+            return ""
+        needed = amount_text(-(-config.model.num_experts // owned), "trusted peer")
+        return (
+            f"Only trusted peers own columns alone: it takes {needed} with {amount_text(owned, 'column')} each to own "
+            f"all {config.model.num_experts}, whoever else trains."
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Bytes, seconds and values throughout; shares between 0 and 1."""
         config, found, sizes = self.question.config, self.search, self.sizes

@@ -1,7 +1,7 @@
 """Peer ids and signatures: libp2p's RSA keys, without libp2p.
 
 A peer id is the multihash of the public key, so a signature proves who signed without any list of keys. Leaves out
-private keys, and loads nothing large: a receipt is checked in a moment.
+private keys, and loads nothing large.
 """
 
 from __future__ import annotations

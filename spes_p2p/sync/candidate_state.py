@@ -16,7 +16,7 @@ from spes_p2p.consensus.manifest import Merge, Slice
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import HASH_BYTES, Hash, short
 from spes_p2p.state.hashes import split_hashes
-from spes_p2p.state.layout import Layout, Values
+from spes_p2p.state.layout import Layout
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
@@ -105,17 +105,11 @@ class CandidateState:
         for tile_id, data, tile_hash in tiles:
             stage_tile(staging, self._outer, tile_id, data, tile_hash, is_foreign=True)
 
-    def blocks(self) -> dict[int, Values]:
-        """The model's blocks by what is staged, and the tip's values elsewhere, as maps. Raises TileDamaged."""
-        staging = self._opened()
-        return {block.index: staging.block(block.index) for block in self._layout.model_blocks}
-
-    def gather(self, slices: Sequence[Slice], joined: Sequence[bytes], exactly: bool = True) -> dict[int, Hash]:
-        """Stages these wire tiles from anywhere on this disk, and no others if `exactly`. Returns those that are not
-        here, by id."""
+    def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
+        """Stages these wire tiles from anywhere on this disk, and no others. Returns those that are not here, by id."""
         wanted = wire_tiles(slices, joined)
         staging = self._opened()
-        tile_ids = range(self._layout.num_model_tiles) if exactly else wanted
+        tile_ids = range(self._layout.num_model_tiles)
         staging.forget(tile_id for tile_id in tile_ids if staging.wire_hash(tile_id) != wanted.get(tile_id))
         missing: dict[int, Hash] = {}
         for tile_id, tile_hash in wanted.items():
@@ -126,13 +120,6 @@ class CandidateState:
                 else:
                     stage_tile(staging, self._outer, tile_id, here, tile_hash)
         return missing
-
-    def has(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> bool:
-        """Whether these wire tiles are staged, all of them."""
-        wanted, staging = wire_tiles(slices, joined).items(), self._work
-        return staging is not None and all(
-            staging.has_wire(at) and staging.wire_hash(at) == name for at, name in wanted
-        )
 
     def build(self, alpha: float) -> tuple[Hash, Merge | None]:
         """The root of the new state from what was gathered; with `alpha` it is merged with neighbours chosen here."""

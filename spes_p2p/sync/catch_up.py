@@ -133,8 +133,7 @@ class CatchUp:
         """Puts commits that follow `before` on disk, once they are checked."""
 
         def write() -> None:
-            ledger = self._chain.ledger(part[0].manifest.round - 1)
-            check_links(tuple(part), before, ledger, self._info, self._rules, self._check)
+            check_links(tuple(part), before, self._info, self._rules, self._check)
             for commit in part:
                 self._chain.append(commit)
 
@@ -151,7 +150,6 @@ class CatchUp:
         common = parent.manifest.round
         try:
             ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
-            ledger = self._chain.ledger(common)
         except StateError as error:  # whoever comes with another history must not end this peer
             raise NetworkError(f"another history cannot be compared with this peer's: {error} ({error.fix})") from error
         theirs: list[Commit] = []
@@ -162,8 +160,7 @@ class CatchUp:
                 break
             ends = (at for at, commit in enumerate(part, 1) if commit.certificate.manifest == action.head)
             part = part[: next(ends, len(part))]
-            links = partial(check_links, part, before, ledger, self._info, self._rules, self._check)
-            ledger = await self._in_thread(links)
+            await self._in_thread(partial(check_links, part, before, self._info, self._rules, self._check))
             theirs += part
             before = part[-1]
             size += sum(len(pack(commit)) for commit in part)

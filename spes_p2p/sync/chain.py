@@ -12,14 +12,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.child_checks import check_commit
-from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import Certificate, Commit
 from spes_p2p.consensus.rules import RunRules
@@ -31,22 +29,12 @@ from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.wire import pack, unpack, unpack_first
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")
-LEDGER = "ledger"
-LEDGER_ROUNDS = 64
-"""The ledger is written once in so many rounds: a start counts those after it again."""
+READ_AT_START = 64
+"""So many of the newest commits are read at a start: what is damaged of them can be had from others then."""
 _JOIN_AGAIN = (
     "start it again while others of the run are up, or copy the file from another node's folder; a peer may also "
     "remove the run's folder and join again, but the organiser's node would begin the run a second time"
 )
-
-
-@dataclass(frozen=True)
-class KeptLedger:
-    """The ledger up to the manifest `head` of `round`."""
-
-    round: int
-    head: Hash
-    ledger: Ledger
 
 
 class CommitFiles:
@@ -94,17 +82,6 @@ class CommitFiles:
     def write(self, commit: Commit) -> None:
         """Raises StorageFull."""
         write_whole(self._path(commit.manifest.round), pack(commit))
-
-    def kept_ledger(self) -> KeptLedger | None:
-        """None where none can be read: it is made again."""
-        try:
-            return unpack(KeptLedger, (self._directory / LEDGER).read_bytes())
-        except (OSError, RemoteProtocolError):
-            return None
-
-    def keep_ledger(self, ledger: KeptLedger) -> None:
-        """Raises StorageFull."""
-        write_whole(self._directory / LEDGER, pack(ledger))
 
     def remove(self, first: int, length: int) -> None:
         """The commits from round `first` on, of `length` in all; the last first, so that a crash leaves no gap."""
@@ -160,7 +137,7 @@ class Chain:
     """The commits of a run from genesis on, in `directory`. What is appended was checked before.
 
     Threads write one after the other: a commit may be heard of while it is fetched, too. Readers see the chain before
-    or after, never between. The ledger up to the last of them is in memory, at times on disk, and follows from them.
+    or after, never between.
     """
 
     def __init__(self, directory: Path, mends: bool = True) -> None:
@@ -179,13 +156,8 @@ class Chain:
         """Of rounds that could not be read, each once; whoever says one takes it out."""
         self._unreadable = set[int]()
         self._members = frozenset[PeerId]()
-        # the one that is kept, where it is of these commits, with what those after it count
-        found, first, kept = EMPTY, 0, self._files.kept_ledger()
-        if kept is not None and 0 <= kept.round < self.length:
-            manifest = self._files.parsed(kept.round).manifest
-            if manifest_hash(manifest) == kept.head and kept.ledger.root == manifest.ledger:
-                found, first = kept.ledger, kept.round + 1
-        self._ledger = _counting(found, (self._files.parsed(round) for round in range(first, self.length)))
+        for round in range(max(0, self.length - READ_AT_START), self.length):
+            self._files.parsed(round)
         self._end_with(self.length)
 
     @property
@@ -223,15 +195,6 @@ class Chain:
         found = self.find(manifest.round + 1)
         return found.manifest if found is not None and found.manifest.parent == manifest_hash(manifest) else None
 
-    def ledger(self, round: int) -> Ledger:
-        """What is counted up to a round that is here; nothing at genesis, and before it."""
-        with self._lock:
-            found = self._ledger
-            for later in range(self.length - 1, round, -1):
-                manifest = self.commit(later).manifest
-                found = found.before(manifest.roster, manifest.audited)
-            return found
-
     def received_at(self, round: int) -> float:
         """When the commit of a round that is here came: Unix seconds by the wall clock of that time."""
         with self._lock:
@@ -257,10 +220,7 @@ class Chain:
                 self._cut(round)
             self._files.write(commit)
             with self._lock:
-                self._ledger = self._ledger.after(commit.manifest.roster, commit.manifest.audited)
                 self._end_with(round + 1, commit)
-            if not (round + 1) % LEDGER_ROUNDS:
-                self._files.keep_ledger(KeptLedger(round, manifest_hash(commit.manifest), self._ledger))
 
     def switch(self, line: Sequence[Commit]) -> None:
         """Puts `line` in the place of everything from its first round on: wholly, also where a crash comes between.
@@ -270,9 +230,7 @@ class Chain:
         with self._writing:
             self._files.prepare_switch(line)
             with self._lock:
-                ledger = self.ledger(line[0].manifest.round - 1)
                 self._files.end_switch()
-                self._ledger = _counting(ledger, line)
                 self._end_with(line[-1].manifest.round + 1, line[-1])
 
     def go_back(self, round: int) -> None:
@@ -283,7 +241,6 @@ class Chain:
     def _cut(self, round: int) -> None:
         with self._lock:
             before = self.length
-            self._ledger = self.ledger(round - 1)
             self._end_with(round)
             self._files.remove(round, before)
 
@@ -342,32 +299,20 @@ class Chain:
         return any(self.has(head, at) for at in range(round, -1, -1))
 
 
-def _counting(ledger: Ledger, commits: Iterable[Commit]) -> Ledger:
-    for commit in commits:
-        ledger = ledger.after(commit.manifest.roster, commit.manifest.audited)
-    return ledger
-
-
 def check_links(
     commits: tuple[Commit, ...],
     before: Commit | None,
-    ledger: Ledger,
     info: RunInfo,
     rules: RunRules,
     check: CheckSignature,
-) -> Ledger:
-    """The ledger up to the last of `commits`; `ledger` is that up to `before`, empty where they begin with genesis.
-
-    Raises RemoteProtocolError unless each commit follows from the one before it (`before`, or genesis).
-    """
+) -> None:
+    """Raises RemoteProtocolError unless each commit follows from the one before it (`before`, or genesis)."""
     for commit in commits:
         if before is None:
             check_genesis(commit, info, check)
         else:
-            check_commit(rules, before.manifest, ledger, commit, check)
-        ledger = check_ledger(ledger, commit.manifest)
+            check_commit(rules, before.manifest, commit, check)
         before = commit
-    return ledger
 
 
 def wall_clock_microseconds() -> int:

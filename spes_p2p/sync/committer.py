@@ -33,12 +33,6 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
             return executor.reduce(action)
         case do.Fetch():
             return executor.fetch(action)
-        case do.Audit():
-            return executor.audit(action)
-        case do.AuditWork():
-            return executor.audit_work(action)
-        case do.Try():
-            return executor.try_columns(action)
         case do.Build():
             return executor.build(action)
         case do.Verify():
@@ -172,8 +166,7 @@ class Committer(Generic[S]):
             self._notice(do.Notice("fork", text + _left_text(common, left), action.holder))
         with contextlib.suppress(StorageFull):  # a restart would take it for a newcomer: no vote is given twice
             self._votes.write(VoteRecord(newest.certificate.manifest))
-        ledger = self._chain.ledger(newest.manifest.round)
-        await self._enter(on.HistorySwitched(newest, ledger), None, fork)
+        await self._enter(on.HistorySwitched(newest), None, fork)
 
     def _tell_of_lost_states(self, common: Manifest, left: Manifest) -> None:
         text = f"nobody who is heard has the state of round {left.round}: {_left_text(common, left)}"
@@ -183,8 +176,7 @@ class Committer(Generic[S]):
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
         if self._core.state.rules.expert_rounds > 1 and (lost := lost_columns(self._core.tip, first)):
             self._tell_what_is_gone(first, lost)
-        ledger = None if commit.manifest == first else self._chain.ledger(commit.manifest.round)
-        await self._enter(on.CommitApplied(commit, ledger), first, None)
+        await self._enter(on.CommitApplied(commit), first, None)
 
     def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
         """Reports work in columns that is lost because their owners left before handing it out."""

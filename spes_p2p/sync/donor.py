@@ -26,12 +26,10 @@ class Serving:
     info: RunInfo
     chain: Chain
     store: StateStore | None
-    inputs: Callable[[Hash, int, int], Blob | None]
+    inputs: Callable[[Hash, int, int], bytes | memoryview | None]
     """(parent, first tile, count) to own contributed values, or None."""
     data: Callable[[requests.DataRequest], Blob] | None = None
     """Answers what is asked of the run's data; None where there is none here."""
-    witness: Callable[[requests.WitnessRequest], Blob] | None = None
-    """Signs what the chain has; None before a run has begun."""
 
     def answer(self, request: requests.Request, caller: PeerId) -> Blob:
         """The bytes that `caller` asks for. Raises RemoteProtocolError where we do not have them."""
@@ -52,16 +50,12 @@ class Serving:
                 if self.data is None:
                     raise RemoteProtocolError("this peer has no data of the run")
                 return self.data(request)
-            case requests.WitnessRequest():
-                if self.witness is None:
-                    raise RemoteProtocolError("nothing has been counted yet")
-                return self.witness(request)
 
     def _values(self, request: requests.ValuesRequest) -> Blob:
         found = self.inputs(request.parent, request.first_tile, request.count)
         if found is None:
             raise RemoteProtocolError(f"no values of our own on top of {short(request.parent)}")
-        return found
+        return Blob(found)
 
     def _commits(self, first: int, count: int) -> Blob:
         count = min(max(count, 0), requests.MAX_COMMITS_AT_ONCE)

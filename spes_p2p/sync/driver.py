@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -29,7 +27,7 @@ from spes_p2p.exchange.rates import Rates
 from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.transfers import FewStreams, Transfers
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Blob
@@ -45,14 +43,12 @@ from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_of
 from spes_p2p.sync.outgoing import Outgoing, check_asker
-from spes_p2p.sync.receipts import witness
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.scrub import Scrubber, TileRepairer
 from spes_p2p.sync.sealing import SIGNATURES
 from spes_p2p.sync.surroundings import Disk, Hooks, PeerContext, Role
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.tensor_work import TensorWork
-from spes_p2p.sync.work_audit import WorkAuditor
 from spes_p2p.wire import unpack
 
 LEAST_STALL_SECONDS = 2.0
@@ -106,10 +102,7 @@ class Answers:
             node.transport, node.checker, context.tasks, lambda: pace.suspect_seconds, self.hear, context.hooks.notice,
             door,
         )  # fmt: skip
-        self.serving = Serving(
-            info, disk.chain, disk.store, outgoing.shown, disk.data,
-            partial(witness, disk.chain, node.sealer, info.fingerprint),
-        )  # fmt: skip
+        self.serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.data)
 
     def knows(self, caller: PeerId) -> bool:
         """Whether `caller` is the organiser, or a member by the chain's newest commit (maybe newer than our tip)."""
@@ -136,7 +129,7 @@ class Answers:
         if isinstance(asked, ValuesRequest):
             check_asker(self._context.layout, core.state.rules, core.tip, caller, asked.first_tile, asked.count)
             entry = unpack(Contribution, asked.work)
-            if not (core.is_counted(asked.parent, entry) or core.has_counted(asked.parent, entry)):
+            if not core.is_counted(asked.parent, entry):
                 raise RemoteProtocolError("this peer no longer has the requested work")
         reached(failpoints.SERVE + kind_of(asked), peer=core.me, round=core.tip.round + 1, caller=caller)
         blob = await self._context.tasks.in_thread(lambda: self.serving.answer(asked, caller))
@@ -173,11 +166,7 @@ class Driver:
         self._tell = self._dispatcher.tell
         self._fetchers = Fetchers(context, self._tell)
         self._outgoing = Outgoing(context)
-        auditor = WorkAuditor(context, self._outgoing, self._fetchers.later)
-        self._work = TensorWork(
-            context, self._outgoing, self._candidate, self._fetchers.urgent, auditor, role.held_bytes
-        )
-        self._committing = asyncio.Lock()
+        self._work = TensorWork(context, self._outgoing, self._candidate, self._fetchers.urgent, role.held_bytes)
         self._executor = RoundExecutor(self._dispatcher, self._work)
         self._catching_up = (CatchUp if disk.keeps_states else HeadersOnly)(
             run.info, context.rules, node.checker.check, disk.chain, disk.store, self._fetchers.later,
@@ -235,17 +224,7 @@ class Driver:
         if work.ready:
             reached(failpoints.READY, peer=self.core.me, round=self.core.tip.round + 1)
             self._log.closed()
-        if work.ready and self.core.state.rules.audited_share:
-            self._tasks.spawn(self._commit_to(work, self.core.tip_hash))
-        else:
-            self._tell(on.TrainingProgressed(work))
-
-    async def _commit_to(self, work: Work, head: Hash) -> None:
-        """Ready, once it is fixed what others get."""
-        async with self._committing:
-            commitment = await self._tasks.in_thread(lambda: self._outgoing.commit(head))
-            if self.core.tip_hash == head:  # without a commitment it is not counted, but waited for no longer
-                self._tell(on.TrainingProgressed(replace(work, commitment=commitment)))
+        self._tell(on.TrainingProgressed(work))
 
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
@@ -297,7 +276,7 @@ def build_driver(run: Run, node: Node, disk: Disk, role: Role, hooks: Hooks) -> 
     votes, tip = disk.votes, disk.tip
     start = Start(
         votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, role.seeds, node.secret,
-        disk.chain.ledger(tip.manifest.round), disk.keeps_states,
+        disk.keeps_states,
     )  # fmt: skip
     core = Consensus.begin(identity, start, Pace(run.heartbeat_seconds), node.clock.now())
     return Driver(core, run, node, disk, role, hooks)

@@ -38,20 +38,15 @@ class Snapshot:
 
 
 class Inputs:
-    """The newest snapshot in `directory` and, for auditors, that of the round before.
+    """The newest snapshot, in `directory`. Taken by the trainer's thread, read by any."""
 
-    Taken by the trainer's thread, read by any. `keeps_earlier`: whether there are auditors.
-    """
-
-    def __init__(self, directory: Path, layout: Layout, keeps_earlier: bool = False) -> None:
+    def __init__(self, directory: Path, layout: Layout) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self.snapshot = self._earlier = Snapshot(NO_HASH, {})
+        self.snapshot = Snapshot(NO_HASH, {})
         """The newest one."""
-        self._folder = self._earlier_folder = directory / "none"
-        self.keeps_earlier = keeps_earlier
         self._count = self._frozen = 0
 
     def take(self, parent: Hash, blocks: Sequence[int], values: Callable[[int], Values]) -> None:
@@ -62,12 +57,9 @@ class Inputs:
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
-        if self.keeps_earlier and parent != self.snapshot.parent:
-            self._earlier, self._earlier_folder = self.snapshot, self._folder
         self.snapshot = Snapshot(parent, arrays)  # at once: readers see the one or the other
-        self._folder = folder
         for older in self._directory.iterdir():
-            if older not in (folder, self._earlier_folder):
+            if older != folder:
                 shutil.rmtree(older)
 
     def _store(self, folder: Path, block: int, values: Values) -> Values:
@@ -75,12 +67,6 @@ class Inputs:
         if values.shape != (size,):
             raise LocalProtocolError(f"block {block} has {size} values, the snapshot {values.shape}")
         return on_disk(folder / block_file(block), values)
-
-    @property
-    def folders_beside(self) -> tuple[Path, Path]:
-        """Where what is made of a snapshot, and of the one before, may lie."""
-        name = f"{self._directory.name}-encoded"
-        return self._directory.with_name(name), self._directory.with_name(f"{name}-too")
 
     def freeze(self, source: BlockSource, blocks: Sequence[int]) -> BlockSource:
         """`source` as it is now for `blocks`, kept beside the snapshot until the next one is taken.
@@ -94,8 +80,6 @@ class Inputs:
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
         snapshot, tiles = self.snapshot, self._layout.consecutive(first_tile, count)
-        if parent == self._earlier.parent:
-            snapshot = self._earlier
         if parent != snapshot.parent or not tiles or tiles[0].block not in snapshot.arrays:
             return None
         return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]

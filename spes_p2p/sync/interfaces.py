@@ -12,13 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.content import Content
-from spes_p2p.consensus.ledger import Ledger
 from spes_p2p.consensus.manifest import Contribution, Manifest, Merge, Slice
 from spes_p2p.consensus.messages import Commit, Plan
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint
-from spes_p2p.sync.fraud import Charge
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -56,9 +54,6 @@ class KnownChain(Protocol):
         """Whether our history has this manifest at this round."""
 
     def commit(self, round: int) -> Commit: ...
-
-    def ledger(self, round: int) -> Ledger:
-        """What is counted up to a round."""
 
 
 class Lock(AbstractAsyncContextManager[Any], Protocol):
@@ -122,20 +117,14 @@ class SliceWork(Protocol):
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
         """Takes another's values, as the plan counts them.
 
-        Raises NetworkError, RemoteProtocolError, WrongSize or OtherValues.
+        Raises NetworkError, RemoteProtocolError, or WrongSize.
         """
 
-    async def remade(self) -> tuple[Hash, ...]:
-        """After `average`: the hashes of its tiles, if they were staged."""
-
-    async def check_sound(self) -> None:
-        """Raises TileDamaged where a mean made here would be wrong, since the state that it begins with is."""
+    shares: tuple[int, ...]
+    """After `average`: of each peer in the mean how much counted (see `Report`)."""
 
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
-
-    async def keep_proof(self, charge: Charge) -> str:
-        """Where a new proof lies that a report is false, of the values taken here; "" where none is kept."""
 
     async def stage(self) -> tuple[Hash, ...]:
         """Writes the mean as tiles; their hashes."""
@@ -144,32 +133,14 @@ class SliceWork(Protocol):
 class RoundWork(Protocol):
     """What is done with values, tiles and streams."""
 
-    def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AbstractAsyncContextManager[SliceWork]:
-        """Waits until there is memory for a slice. `keeps`: what is taken may be needed for a proof."""
+    def slice_work(self, plan: Plan, piece: Slice) -> AbstractAsyncContextManager[SliceWork]:
+        """Waits until there is memory for a slice."""
 
     async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """The results of all, beside each other where that is of use."""
 
-    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
-        """Brings tiles here, those of `sure` first; how far they go, in lengths of what was trained here on `head`.
-
-        Raises NetworkError, RemoteProtocolError, TileDamaged.
-        """
-
-    async def audit_work(self, entry: Contribution) -> str | None:
-        """What is found of work that the tip counts (see `Verdict`); None where nothing can be said."""
-
-    async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
-        """Stages the values of columns again that a state without them has taken back since; whether there were any.
-
-        `open_` makes ready for writing. Raises NetworkError, RemoteProtocolError, TileDamaged.
-        """
-
-    async def harmful(self, action: do.Try) -> frozenset[int]:
-        """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
-
-        Raises TileDamaged.
-        """
+    async def fetch(self, action: do.Fetch, writing: Writing, sure: Sure) -> None:
+        """Brings tiles here, those of `sure` first. Raises NetworkError, RemoteProtocolError, TileDamaged."""
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""

@@ -47,7 +47,7 @@ LONG_CHECK_BYTES = 2**30
 
 def waiting_text(config: Config, here: int) -> str:
     """For what a run waits that has not begun, with so many peers `here`, this one among them."""
-    wanted, is_vouched = config.swarm.min_peers, config.swarm.electors == "vouched"
+    wanted, is_vouched = config.swarm.min_peers, config.swarm.trusted == "vouched"
     if is_vouched and here >= wanted:
         are = "peer is" if here == 1 else "peers are"
         return f"waiting: {here} {are} here, but none may vote; the organiser must vouch for one; Ctrl-C leaves"

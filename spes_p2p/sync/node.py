@@ -22,9 +22,7 @@ from spes_p2p.interop.hf import vocabulary_tiles
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob, Clock, Network, Transport
-from spes_p2p.swarm.streams import MAX_HEADER_BYTES
 from spes_p2p.sync import merge
-from spes_p2p.sync.audit import opening_bytes
 from spes_p2p.sync.chain import Chain, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -70,7 +68,7 @@ class Node:
     """This machine in the network of a run. `say` is told what a person should read.
 
     `new_incarnation` gives numbers that rise over restarts, `first_sequence` one above all that this node ever sent.
-    From `secret` follows what it audits, which nobody must know before.
+    From `secret` follows whom it tells what it heard of a vote, which nobody must know before.
     """
 
     network: Network
@@ -126,12 +124,6 @@ def check_sizes(config: Config, layout: Layout) -> None:
             f"and leave room for {most} members in a message of {MAX_CONTENT_BYTES / 2**20:.1f}",
             fix="raise sync.tile_values, or sync.slice_tiles",
         )
-    if can_be_audited(config, layout) and opening_bytes(layout) > MAX_HEADER_BYTES:
-        raise ConfigError(
-            f"a block has up to {max(tiles):,} tiles (sync.tile_values={sync.tile_values}), and the hashes of "
-            f"{MAX_HEADER_BYTES // len(NO_HASH):,} fit beside the values of a slice, by which reducers are audited",
-            fix="raise sync.tile_values, or set sync.aggregate to mean",
-        )
     if sync.vocabulary_rounds > 1 and not vocabulary_of(layout, sync).tiles:
         raise ConfigError(
             f"sync.vocabulary_rounds is {sync.vocabulary_rounds}, but no tile of {sync.tile_values:,} values "
@@ -143,28 +135,6 @@ def check_sizes(config: Config, layout: Layout) -> None:
 def vocabulary_of(layout: Layout, sync: SyncConfig) -> Vocabulary:
     """What of the shared block is averaged more seldom than the rest of it."""
     return Vocabulary(vocabulary_tiles(layout), sync.vocabulary_rounds) if sync.vocabulary_rounds > 1 else AS_OFTEN
-
-
-AUDITED_WORK = 3 / 8
-"""Times `sync.audited_share`: 3% where that is not set."""
-
-
-def can_be_audited(config: Config, layout: Layout) -> bool:
-    """Whether the mean of a slice can follow, to the bit, from what its contributors send: coarse codecs need what a
-    reducer left out before."""
-    is_fine = {layout.codec_of(block.index) for block in layout.model_blocks} <= {"fp32", "bf16", "int8"}
-    return config.sync.enabled and config.sync.aggregate == "clip" and is_fine
-
-
-def audited_work(config: Config, dataset: Hash, layout: Layout) -> float:
-    """The most of a round's training and bytes that audits of who trained take; 0 where nobody could audit."""
-    is_known = dataset != NO_HASH  # what was trained on
-    return AUDITED_WORK * config.sync.audited_share if is_known and can_be_audited(config, layout) else 0.0
-
-
-def trial_sequences(config: Config) -> int:
-    """On how many held-out sequences columns are tried; 0 where they are not."""
-    return config.sync.trial_sequences if config.sync.enabled and config.sync.aggregate == "clip" else 0
 
 
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
@@ -198,12 +168,8 @@ def _rules_of(
         expert_rounds=sync.expert_rounds,
         vocabulary=vocabulary_of(layout, sync),
         outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
-        clips=sync.aggregate == "clip",
-        audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
-        trial_sequences=trial_sequences(config),
-        audited_work=audited_work(config, dataset, layout),
         faults=Faults(config.swarm.faults),
-        by_vouch=config.swarm.electors == "vouched",
+        has_strangers=config.swarm.trusted == "vouched",
         organiser=organiser,
         renew_after_seconds=config.swarm.renew_after_seconds,
     )

@@ -104,8 +104,8 @@ def roll(
     """  # fmt: skip
     last = Roll(info.fingerprint, 0) if known.roll is None else known.roll.value
     more = {*vouched, *banned, *forgotten}
-    may_vote, out = sorted({*last.vouched} - more | {*vouched}), sorted({*last.banned} - more | {*banned})
-    return Words(roll=sealer.seal(Roll(info.fingerprint, last.number + 1, tuple(may_vote), tuple(out))))
+    trusted, out = sorted({*last.vouched} - more | {*vouched}), sorted({*last.banned} - more | {*banned})
+    return Words(roll=sealer.seal(Roll(info.fingerprint, last.number + 1, tuple(trusted), tuple(out))))
 
 
 def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:

@@ -63,7 +63,7 @@ def full_roll_line(peer: PeerId, folder: Path, missing: Sequence[PeerId] = ()) -
     """
     some = ", ".join(missing[:MOST_SHOWN]) + (", ..." if len(missing) > MOST_SHOWN else "")
     return (
-        f"{MAX_VOUCHED} peers are vouched for, the most there can be, so {peer} waits for its vote: withdraw the vouch "
+        f"{MAX_VOUCHED} peers are vouched for, the most there can be, so {peer} stays a stranger: withdraw the vouch "
         f"for one that no longer comes, with {in_folder('spes-p2p run vouch PEER --undo', folder, NODE_FOLDER)}"
         + (f" (not here now: {some})" if missing else "")
     )

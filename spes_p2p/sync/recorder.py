@@ -28,7 +28,6 @@ from spes_p2p.consensus import (
     content,
     electorate,
     heard_votes,
-    ledger,
     liveness,
     manifest,
     membership,
@@ -239,14 +238,12 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
 
 
 _CLASSES = _classes(
-    vote_events, manifest, messages, content, ledger, electorate, heard_votes, vote, vote_record, actions,
+    vote_events, manifest, messages, content, electorate, heard_votes, vote, vote_record, actions,
     rules, state, liveness, membership, leases,
 )  # fmt: skip
 _ENUMS = {kind.__name__: kind for kind in (electorate.Faults, vote_events.Step, vote_events.Verdict)}
 _MESSAGES = {
-    name: _CLASSES[name]
-    for name in _classes(manifest, messages, content, ledger)
-    if name not in ("Signed", "Pace", "Window")
+    name: _CLASSES[name] for name in _classes(manifest, messages, content) if name not in ("Signed", "Pace", "Window")
 }
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"

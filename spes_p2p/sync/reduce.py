@@ -18,7 +18,6 @@ NORM_LIMIT = 20.0
 """A change this many times larger than the median of the others is no honest training."""
 NON_FINITE = "non-finite values"
 WRONG_SIZE = "values of the wrong size"
-OTHER_VALUES = "values other than it had committed to"
 TOO_LARGE = "a change far larger than the others'"
 _AT_ONCE = 2**16
 """Values that one step takes: what is made of them on the way stays in the processor's cache."""
@@ -27,25 +26,28 @@ LARGEST_ENCODED = 1e30
 finite: it would spoil the mean."""
 
 
-def screen(
-    values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int], largest: float = math.inf,
-    rounds: int = 1,
-) -> dict[PeerId, str]:  # fmt: skip
-    """Contributors that must stay out of a slice, each with the reason.
-
-    `values` are their values, `base` the committed ones, all of one shape; `steps` the inner steps behind them: a fast
-    peer moves further than a slow one, so changes are compared a step. `rounds`: the most rounds that a change may
-    have grown for, where some have just begun. Sizes can only be judged against others: with fewer than three
-    contributors only values that are not finite, or beyond `largest`, are refused.
-    """
+def useless(values: Mapping[PeerId, Values], largest: float = math.inf) -> dict[PeerId, str]:
+    """Contributors whose values no sum can take, each with the reason: not finite, or beyond `largest`."""
     refused = {peer: NON_FINITE for peer, array in values.items() if not _is_finite(array)}
     if math.isfinite(largest):
         refused |= {p: TOO_LARGE for p, array in values.items() if p not in refused and _is_beyond(array, largest)}
-    norms = {peer: _norm(array, base) / max(1, steps[peer]) for peer, array in values.items() if peer not in refused}
-    if len(norms) >= 3:
-        limit = NORM_LIMIT * rounds * median(norms.values())
-        refused |= {peer: TOO_LARGE for peer, norm in norms.items() if norm > limit > 0}
     return refused
+
+
+def far_off(
+    values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int], rounds: int = 1
+) -> dict[PeerId, str]:
+    """Contributors that went much farther than the others, each with the reason.
+
+    `values` are their values, `base` the committed ones, all of one shape and finite; `steps` the inner steps behind
+    them: a fast peer moves further than a slow one, so changes are compared a step. `rounds`: the most rounds that a
+    change may have grown for, where some have just begun. Of fewer than three nobody can say who is far off.
+    """
+    norms = {peer: _norm(array, base) / max(1, steps[peer]) for peer, array in values.items()}
+    if len(norms) < 3:
+        return {}
+    limit = NORM_LIMIT * rounds * median(norms.values())
+    return {peer: TOO_LARGE for peer, norm in norms.items() if norm > limit > 0}
 
 
 def weighted_mean(values: Sequence[Values], weights: Sequence[float], into: Values | None = None) -> Values:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from spes_p2p.consensus.electorate import Electorate, Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Admission, electors
 from spes_p2p.consensus.messages import RENEWAL, Commit
-from spes_p2p.consensus.probation import on_probation
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import NO_HASH, NOBODY, PeerId
@@ -71,6 +71,10 @@ class PeerLine:
     vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
     heard: bool = True
     """Whether it has said something within its last two turns (LIVE_SECONDS)."""
+    share: float | None = None
+    """Of a stranger: how much of what it gave counted, from 0 to 1, in the newest round that had something of it."""
+    average_share: float | None = None
+    """The same over its rounds, of which newer ones weigh more."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,6 @@ class RunReport:
     """By who is there now; empty where nobody says an address."""
     banned: tuple[PeerId, ...] = ()
     """By the organiser or by electors, sorted."""
-    probation: tuple[tuple[PeerId, int], ...] = ()
-    """Whose work does not count in full yet, and how many audits it must pass."""
     needed: int = 0
     """Electors that the next round needs."""
     missing: tuple[PeerId, ...] = ()
@@ -135,6 +137,8 @@ class RunReport:
     """Whether each peer trains on data of its own."""
     decay_steps: int = 0
     """Over which the learning rate falls; 0 until the organiser lets it."""
+    more_trusted: int = 0
+    """Trusted peers that it takes to own the columns that nobody does, where only those own columns alone."""
 
     @property
     def is_over(self) -> bool:
@@ -202,6 +206,9 @@ async def read_run(
     if config is not None:
         mix = _mix(config, commit) if commit else ()
         report = dataclasses.replace(report, expert_rounds=config.sync.expert_rounds, mix=mix)
+        if config.swarm.trusted == "vouched":
+            more = math.ceil(len(report.uncovered) / config.swarm.experts_per_peer)
+            report = dataclasses.replace(report, more_trusted=more)
     addresses = invited_to(peers.values(), organiser, known)
     if addresses and organiser != NOBODY:
         word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))
@@ -259,8 +266,7 @@ def _report(
         model_hash=manifest.state_root.hex() if manifest else "",
         peers=_peer_lines(peers, manifest, now),
         columns=_columns(manifest) if manifest else (),
-        banned=tuple(sorted(Admission(manifest.roll, banned=manifest.banned).all_banned)) if manifest else (),
-        probation=on_probation(manifest) if manifest else (),
+        banned=Admission(manifest.roll).banned if manifest else (),
         decay_steps=manifest.decay.steps if manifest and manifest.decay else 0,
         data=coverage({peer: one.held for peer, one in peers.items() if _is_fresh(one, now)}),
     )
@@ -274,7 +280,13 @@ def _peer_lines(peers: Mapping[PeerId, PeerRecord], manifest: Manifest | None, n
     lines += [
         PeerLine(peer, "silent", 0, 0, 0, 0.0, columns, "", 0.0, (), heard=False) for peer, columns in owned.items()
     ]
+    if manifest:
+        lines = [_with_credit(line, manifest.credit_of(line.peer)) for line in lines]
     return tuple(sorted(lines, key=lambda line: (STATES.index(line.state), line.peer)))
+
+
+def _with_credit(line: PeerLine, credit: tuple[float, float] | None) -> PeerLine:
+    return line if credit is None else dataclasses.replace(line, share=credit[0], average_share=credit[1])
 
 
 def _state(record: PeerRecord, members: Collection[PeerId], manifest: Manifest | None, now: float) -> str:

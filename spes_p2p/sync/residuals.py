@@ -108,9 +108,8 @@ class _Set:
 class _NextSet:
     """The staged set on its way to be the next one: what a manifest counted leaves it, what it did not count stays."""
 
-    def __init__(self, me: PeerId, present: _Set, made: _Set, is_audited: bool) -> None:
+    def __init__(self, me: PeerId, present: _Set, made: _Set) -> None:
         self._me = me
-        self._is_audited = is_audited
         self._present = present
         self._made = made
 
@@ -149,7 +148,7 @@ class _NextSet:
                     made.forget(("handed",), (tile_id,))
             if self._me not in piece.contributors:
                 self._keep("sent", piece.tile_ids)
-            elif piece.reducer == self._me and not self._travels(piece):  # it takes its own values as they are
+            elif piece.reducer == self._me:  # it takes its own values as they are
                 made.forget(("sent",), piece.tile_ids)
         for kind in KINDS:
             self._keep(kind, untouched)
@@ -160,10 +159,6 @@ class _NextSet:
         A sole owner is not ahead by it any more: its contribution had it.
         """
         return piece.reducer != self._me and not self._present.is_sole(tile_id)
-
-    def _travels(self, piece: Slice) -> bool:
-        """Whether the reducer takes its own values as others get them, so that others can make the mean again."""
-        return self._is_audited and not self._present.is_sole(piece.first_tile)
 
     def _keep(self, kind: Kind, tile_ids: Collection[int]) -> None:
         """Takes tiles over from the present set, in the place of what was staged."""
@@ -207,10 +202,8 @@ class _NextSet:
 class Residuals:
     """The residuals of one peer. Every write but `stage` raises StorageFull where the disk is full."""
 
-    def __init__(self, directory: Path, layout: Layout, is_audited: bool = False) -> None:
-        """Nothing is kept yet: see `open`. `is_audited`: means must follow from what contributors have sent, and so
-        nothing is kept of a mean, but by a sole owner."""
-        self._is_audited = is_audited
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        """Nothing is kept yet: see `open`."""
         self._directory = directory
         self._layout = layout
         self._lock = threading.RLock()
@@ -258,8 +251,7 @@ class Residuals:
     def unsent_of_mean(self, tile_id: int) -> Values | None:
         """What the next mean of a tile that this peer hands out must add; a sole owner's values already contain it."""
         with self._lock:
-            is_in_there = self._set.is_sole(tile_id) or self._is_audited
-            return None if is_in_there else self._set.values("handed", tile_id)
+            return None if self._set.is_sole(tile_id) else self._set.values("handed", tile_id)
 
     def is_sole(self, tile_id: int) -> bool:
         """Whether a tile is of a column that this peer owns alone."""
@@ -281,7 +273,7 @@ class Residuals:
         Where the disk is full it is held in memory, as the snapshot is that it was taken from.
         """
         with self._lock:
-            if head != self._head or (kind == "handed" and self._is_audited and not self._set.is_sole(tile_id)):
+            if head != self._head:
                 return
             try:
                 with storing(self._staged.folder, 0):
@@ -311,7 +303,7 @@ class Residuals:
             made = self._read(head)
             if made is None:
                 self._drop_all_but(self._set.folder, self._staged.folder)
-                _NextSet(self._me, self._set, self._staged_again(), self._is_audited).make(first, later, wire_hash)
+                _NextSet(self._me, self._set, self._staged_again()).make(first, later, wire_hash)
                 with storing(self._folder(head), 0):
                     publish_folder(self._staged.folder, self._folder(head))
                 made = _Set.read(self._folder(head), self._layout)

@@ -6,7 +6,6 @@ Each ends by telling the state machine how it went, if that is still wanted. Wha
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +13,6 @@ from dataclasses import replace
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.audits import most_lost
 from spes_p2p.consensus.content import Content
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Slice, manifest_hash
@@ -23,12 +21,10 @@ from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileD
 from spes_p2p.exchange.transfers import WrongSize
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.sync.audit import OtherValues
 from spes_p2p.sync.coding import UnfitTile
 from spes_p2p.sync.dispatcher import Dispatcher
-from spes_p2p.sync.fraud import Charge, judged
 from spes_p2p.sync.interfaces import RoundWork, SliceWork
-from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
+from spes_p2p.sync.reduce import WRONG_SIZE
 
 
 class Collector:
@@ -59,8 +55,6 @@ class Collector:
             await values.take(entry, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
-        except OtherValues:
-            return OTHER_VALUES
         except (PeerClosed, RemoteProtocolError):
             return LOST
         except NetworkError:
@@ -120,7 +114,8 @@ class RoundExecutor:
         async with self._writing(lambda: self._is_wanted(report)) as is_wanted:
             hashes = await values.stage() if is_wanted else ()
         reached(failpoints.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
-        return replace(report, piece=replace(report.piece, contributors=fit), wire_hashes=hashes)
+        piece = replace(report.piece, contributors=fit)
+        return replace(report, piece=piece, wire_hashes=hashes, shares=values.shares)
 
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""
@@ -147,8 +142,8 @@ class RoundExecutor:
 
         event: on.Event
         try:
-            times_ours = await self._work.fetch(action, head, lambda: self._writing(is_wanted), sure)
-            event = on.SliceStaged(key, action.hashes, times_ours)
+            await self._work.fetch(action, lambda: self._writing(is_wanted), sure)
+            event = on.SliceStaged(key, action.hashes)
         except UnfitTile as error:  # the tiles are those that the report has signed for
             event = on.FetchFailed(key, is_unfit=True)
             if is_wanted():
@@ -159,68 +154,6 @@ class RoundExecutor:
             event = on.StagingFailed(key)
         if is_wanted():
             self._tell(event)
-
-    # ---- auditing ----
-
-    async def audit(self, action: do.Audit) -> None:
-        """Makes a slice again that another has reduced."""
-        report, plan = action.report.value, action.plan.value
-        piece = plan.slices[report.index]
-        taken = judged(piece.contributors, report)
-        finding, ready, tip = on.Finding.OPEN, self._core.state.round.ready, self._core.tip
-        async with self._work.slice_work(plan, replace(piece, contributors=taken), keeps=True) as values:
-            if not self._core.wanted.audited(action.report):
-                return
-            with contextlib.suppress(TileDamaged):  # mended beside
-                finding = await self._made_again(plan, report, taken, values)
-            if finding is on.Finding.FALSE:
-                said = tuple(ready[entry] for entry in plan.roster if entry.peer in taken and entry in ready)
-                if where := await values.keep_proof(Charge(tip, plan, action.report, said)):
-                    text = f"it handed out what is not the mean of slice {piece.key}: the proof is {where}"
-                    self._notice(do.Notice("proof", text, report.reducer))
-        if self._core.wanted.audited(action.report):
-            self._tell(on.SliceAudited(action.report, finding))
-
-    async def _made_again(self, plan: Plan, report: Report, taken: tuple[PeerId, ...], values: SliceWork) -> on.Finding:
-        """Whether of those `taken` the same stay out, and the others have that mean."""
-        piece = plan.slices[report.index]
-        if await self._collector.contributions(plan, replace(piece, contributors=taken), values):
-            return on.Finding.OPEN
-        lost, most = [peer for peer in piece.contributors if peer not in taken], most_lost(len(piece.contributors))
-        is_many = len(lost) > most
-        if is_many:
-            missing = await self._collector.contributions(plan, replace(piece, contributors=tuple(lost)), values)
-            is_many = len(lost) - len(missing) > most
-        if await values.average({}) != report.contributors or await values.remade() != report.wire_hashes:
-            await values.check_sound()
-            return on.Finding.FALSE
-        return on.Finding.LOSES_MANY if is_many else on.Finding.SOUND
-
-    async def audit_work(self, action: do.AuditWork) -> None:
-        """Looks at the work of another that the tip counts."""
-        finding = await self._work.audit_work(action.entry)
-        if self._core.wanted.audited_work(action.entry):
-            self._tell(on.WorkAudited(action.entry, finding))
-
-    async def try_columns(self, action: do.Try) -> None:
-        """Tries columns on held-out text; nobody is called harmful for damage here."""
-        harmful, are_here = frozenset[int](), False
-        while self._core.wanted.tried(action.columns) and not are_here:
-            try:
-                async with self._lock:
-                    await self._work.bring(action, self._others(), self._open)
-                harmful = await self._work.harmful(action)
-                async with self._lock:  # a state that was to be made before may have taken them back meanwhile
-                    are_here = not await self._work.bring(action, self._others(), self._open)
-            except TileDamaged:  # mended beside
-                are_here = True
-            except (NetworkError, RemoteProtocolError):  # nothing is said of values that nobody has
-                if self._core.wanted.tried(action.columns):
-                    self._tell(on.SlicesLost(tuple(piece.key for column in action.columns for piece in column.pieces)))
-                return
-        if self._core.wanted.tried(action.columns):
-            names = tuple(column.name for column in action.columns if column.block - 1 in harmful)
-            self._tell(on.ColumnsTried(action.columns, names))
 
     # ---- the new state ----
 

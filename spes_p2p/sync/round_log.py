@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from spes_p2p.consensus.columns import stale_columns
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import weightless
 from spes_p2p.consensus.messages import LOST, Commit
 from spes_p2p.consensus.place import tokens_lost
 from spes_p2p.ids import PeerId
@@ -113,8 +112,6 @@ class RoundLog:
         snapshot, me = self._inputs.snapshot, self._core.me
         if snapshot.parent != first.parent:
             return frozenset()
-        if me in weightless(self._core.tip.members) and any(entry.peer == me for entry in first.roster):
-            return frozenset()  # it counts as tokens, and goes into nothing
         done = set(first.tile_ids_of(me))
         plan = self._core.state.round.plan
         for index, report in self._core.state.round.all_reports() if plan else ():

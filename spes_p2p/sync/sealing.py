@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.content import Envelope
-from spes_p2p.consensus.messages import Accusation, Signed, signing_bytes
+from spes_p2p.consensus.messages import Signed, signing_bytes
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
@@ -22,11 +22,8 @@ MAX_PARTS = {
     "statuses": 2048,
     "ready": 2048,
     "reports": 2**16,
-    "accusations": 2**12,
-    "verdicts": 2**12,
     "votes": 1024,
     "contents": 16,
-    "equivocations": 64,
 }
 """What one envelope may hold of each kind: many times what an honest peer says at once."""
 _REMEMBERED = 8192
@@ -123,20 +120,12 @@ def _name(peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> Has
     return sha256(lengths.encode(), public_key, signature, data)
 
 
-def _with_reports(accusations: Iterable[Signed[Accusation]]) -> Iterator[Signed[Any]]:
-    for accusation in accusations:
-        yield accusation
-        yield accusation.value.report
-
-
 def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
     yield from envelope.statuses
     if envelope.plan is not None:
         yield envelope.plan
     yield from envelope.ready
     yield from envelope.reports
-    yield from _with_reports(envelope.accusations)
-    yield from envelope.verdicts
     for content in envelope.contents:
         yield from content.statements.declarations
         yield from content.statements.ready
@@ -145,12 +134,6 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
             yield content.statements.decay
         if content.statements.roll is not None:
             yield content.statements.roll
-        yield from _with_reports(content.statements.accusations)
-        yield from content.statements.verdicts
-        for twice in content.statements.equivocations:
-            yield from twice.both
-    for twice in envelope.equivocations:
-        yield from twice.both
     for votes in envelope.votes:
         yield from (signed for signed in (votes.prevote, votes.precommit, votes.proposal) if signed is not None)
         earlier = votes.proposal.value.polka if votes.proposal is not None else None

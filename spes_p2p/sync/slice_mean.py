@@ -1,26 +1,24 @@
 """The arithmetic of a slice: from what contributors send to the mean of those that are fit, as it is handed out.
 
-Who reduces a slice, who makes it again and who checks a proof of fraud do the same here. Plain functions over values;
-whom to ask, and where values lie, is decided elsewhere.
+Plain functions over values; whom to ask, and where values lie, is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.consensus.rules import RunRules
-from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.hashes import hash_tile
+from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout, Tile, Values
 from spes_p2p.state.staging import TileData
-from spes_p2p.state.version import DTYPE, bytes_of
-from spes_p2p.sync.clipping import clipped_mean, opposed
+from spes_p2p.state.version import DTYPE
 from spes_p2p.sync.coding import changed_values, encoded_change
-from spes_p2p.sync.reduce import LARGEST_ENCODED, screen, weighted_mean
+from spes_p2p.sync.reduce import LARGEST_ENCODED, far_off, useless, weighted_mean
+from spes_p2p.sync.trusted_mean import trusted_mean
 
 Made = tuple[TileData, Values | None]
 """A tile to hand out, and what of the mean is not in there."""
@@ -46,32 +44,35 @@ def sent_values(layout: Layout, tiles: Sequence[Tile], data: memoryview, before:
 
 def unfit(
     rules: RunRules, layout: Layout, piece: Slice, roster: Mapping[PeerId, Contribution],
-    found: Mapping[PeerId, Values], before: Values,
+    found: Mapping[PeerId, Values], before: Values, strangers: Collection[PeerId] = (),
 ) -> dict[PeerId, str]:  # fmt: skip
-    """Whose values stay out of the mean, each with the reason."""
-    bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.clips
-    largest = LARGEST_ENCODED if bounded else math.inf
+    """Whose values stay out of the mean, each with the reason.
+
+    Of `strangers` only what no sum can take: how much the rest counts, the mean says, and they judge nobody.
+    """
+    bounded = layout.codec_of(piece.block) != "fp32" or layout.has_momentum or rules.has_strangers
+    refused = useless(found, LARGEST_ENCODED if bounded else math.inf)
+    compared = {peer: own for peer, own in found.items() if peer not in strangers and peer not in refused}
     rounds = rules.rounds_between(piece)
     alike, claimed = dict.fromkeys(roster, 1), {peer: entry.steps for peer, entry in roster.items()}
-    if rules.clips:  # claims are not to be believed
-        refused = screen(found, before, alike, largest)
-    elif rounds == 1:
-        refused = screen(found, before, claimed, largest)
-    else:  # of a turn only the last round's steps are known: a fast peer's are many, a leaver's one
-        by_claim = screen(found, before, claimed, largest, rounds)
-        refused = {p: why for p, why in screen(found, before, alike, largest, rounds).items() if p in by_claim}
-    if rules.clips:
-        refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, before)
-    return refused
+    if rounds == 1:
+        return refused | far_off(compared, before, claimed)
+    # of a turn only the last round's steps are known: a fast peer's are many, a leaver's one
+    by_claim = far_off(compared, before, claimed, rounds)
+    return refused | {p: why for p, why in far_off(compared, before, alike, rounds).items() if p in by_claim}
 
 
 def mean_of(
-    rules: RunRules, values: Sequence[Values], before: Values, tokens: Sequence[int], into: Values | None = None
-) -> Values:
-    """As the run averages; see `clipped_mean` and `weighted_mean`."""
-    if rules.clips:
-        return clipped_mean(values, before, tokens, into)
-    return weighted_mean(values, tokens, into)
+    values: Sequence[Values], before: Values, tokens: Sequence[int], trusted: Sequence[bool], into: Values | None = None
+) -> tuple[Values, tuple[float, ...]]:
+    """The mean, and of each contributor how much of what it gave counted, from 0 to 1.
+
+    All are trusted: see `weighted_mean`; else `trusted_mean`. `into`: where to put it; one of `values` will do, and is
+    lost then.
+    """
+    if all(trusted):
+        return weighted_mean(values, tokens, into), (1.0,) * len(values)
+    return trusted_mean(values, before, tokens, trusted, into)
 
 
 def hand_out(
@@ -83,8 +84,3 @@ def hand_out(
         return [(mean[part], None) for _, part in places]
     made = [encoded_change(codec, mean[part], before[part], unsent(tile.id)) for tile, part in places]
     return [*made] if all(np.isfinite(left).all() for _, left in made) else []
-
-
-def hashes_of(made: Iterable[Made]) -> tuple[Hash, ...]:
-    """Of tiles, by the bytes that travel."""
-    return tuple(hash_tile(bytes_of(data) if isinstance(data, np.ndarray) else data) for data, _ in made)

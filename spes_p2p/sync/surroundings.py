@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,15 +14,13 @@ from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.messages import Commit, Intent
 from spes_p2p.consensus.rules import RunRules
-from spes_p2p.data.leases import Ranges
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.fraud import PROOFS, ProofFolder
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.residuals import Residuals
@@ -78,40 +76,6 @@ class Hooks(Protocol):
         """Something broke that is not part of the protocol: the peer should stop and say so."""
 
 
-class ColumnJudge(Protocol):
-    """Tries expert columns on held-out text. Called in a thread, and not by several at once."""
-
-    def harmful(self, committed: BlockSource, new: Mapping[int, Values], columns: Collection[int]) -> frozenset[int]:
-        """Those of `columns` that make the model worse; none where unknown.
-
-        `new` are all blocks of the model as they would be in the next state, flat fp32.
-        """
-
-
-@dataclass(frozen=True)
-class Text:
-    """Positions of the run's stream: what another says that it trained on, what we did in the same round, and what is
-    leased to us next, so that nobody has. `mark` is a seed. `most_bytes` may be fetched of each that is not here.
-    """
-
-    theirs: Ranges
-    own: Ranges
-    fresh: Ranges
-    mark: Hash
-    most_bytes: int = 0
-
-
-class WorkJudge(Protocol):
-    """Judges what another has trained. Called in a thread."""
-
-    def finding(self, base: BlockSource, theirs: Values, own: Values, text: Text) -> str | None:
-        """`PASSED`, `FAILED`, or None where nothing shows.
-
-        `theirs` and `own`: the shared values of `base`, with what was trained in the same few tiles. Raises
-        DataNotReady, TileDamaged.
-        """
-
-
 @dataclass
 class Disk:
     """Where one peer keeps its part of a run."""
@@ -123,13 +87,8 @@ class Disk:
     votes: VoteBook
     inputs: Inputs
     residuals: Residuals
-    proofs: ProofFolder
     data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
-    judge: ColumnJudge | None = None
-    """Tries columns; None on a node that has no model, and until there is one."""
-    work_judge: WorkJudge | None = None
-    """Judges what others trained; the same."""
     keeps_states: bool = True
     """If False, this node follows only the certificates, and its store does not change."""
 
@@ -138,10 +97,9 @@ class Disk:
         """That of a node whose state of `tip` is there. Raises StorageFull."""
         folder, layout = files.folder, run.layout
         with storing(folder, 0):
-            inputs = Inputs(folder / "inputs", layout, run.rules.audited_work > 0)
-            residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
-        proofs = ProofFolder(folder / PROOFS, run.info)
-        return cls(tip, files.store, files.chain, votes, inputs, residuals, proofs, data=files.data)
+            inputs = Inputs(folder / "inputs", layout)
+            residuals = Residuals(folder / "residuals", layout)
+        return cls(tip, files.store, files.chain, votes, inputs, residuals, data=files.data)
 
 
 @dataclass(frozen=True)

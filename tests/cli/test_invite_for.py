@@ -30,7 +30,7 @@ from tests.cli.test_errors import refused
 @pytest.fixture(scope="module")
 def vouching(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Iterator[Organiser]:
     """Of a run that never begins."""
-    yield from serve(tmp_path_factory.mktemp("vouching"), tokens, "swarm.min_peers=9", "swarm.electors=vouched")
+    yield from serve(tmp_path_factory.mktemp("vouching"), tokens, "swarm.min_peers=9", "swarm.trusted=vouched")
 
 
 def new_peer(folder: Path) -> PeerId:

@@ -127,3 +127,9 @@ def test_columns_without_an_owner_are_counted() -> None:
         "--config", "small", "--peers", "1", "sync.steps_per_round=1"
     )
     assert "4 peers, every 50 steps, 1 owner per column" in plan("--config", "small")
+
+
+def test_it_says_how_many_peers_to_vouch_for_in_a_run_with_strangers() -> None:
+    words = "it takes 4 trusted peers with 8 columns each to own all 32"
+    assert words in " ".join(plan("--config", "spes-7b", "swarm.trusted=vouched").split())
+    assert "trusted" not in plan("--config", "spes-7b")

@@ -182,3 +182,15 @@ def test_who_is_waited_for_is_said_with_what_helps() -> None:
     assert "the organiser's node runs (its key, on any machine)" in text
     assert "spes-p2p bootstrap --init-from" in text
     assert not [line for line in lines(REPORT) if line.startswith("WAITING")]
+
+
+def test_how_much_of_what_strangers_gave_counted_is_shown_and_whom_the_columns_lack() -> None:
+    strangers = [replace(peer(ANNA, "member"), share=0.931, average_share=0.5), peer(BEN, "member")]
+    strangers.append(replace(peer(PeerId("x"), "member"), share=0.0, average_share=0.25))
+    found = lines(replace(REPORT, peers=tuple(strangers), more_trusted=2))
+    assert [line for line in found if line.startswith("stranger")] == [
+        "stranger Nanna1: 93% of what it gave counted, 50% on average",
+        "stranger x: 0% (it points another way than the trusted peers' mean) of what it gave counted, 25% on average",
+    ]
+    assert "only trusted peers own columns alone: it takes 2 more trusted peers (spes-p2p run vouch)" in found
+    assert not any("trusted" in line for line in lines(REPORT))

@@ -42,7 +42,7 @@ class ForgetsVotes(Lifecycle):
 class PrevotesBeforeStaging(Voting):
     """A vote before all tiles of the new state are on disk."""
 
-    def _verdict(self, name: Hash, now: float) -> Verdict | None:
+    def _verdict(self, name: Hash) -> Verdict | None:
         return Verdict.FIT if name in self._state.round.contents else None
 
 
@@ -214,11 +214,7 @@ class CountsMore(Voting):
             return None
         made = content.manifest
         roster = tuple(replace(entry, sequences=entry.sequences + 1) for entry in made.roster)
-        ledger = self._state.ledger.after(roster, made.audited)
-        outcome = Outcome(
-            roster, made.slices, made.wire_root, made.state_root, made.merge,
-            ledger=ledger.root, audited=made.audited,
-        )  # fmt: skip
+        outcome = Outcome(roster, made.slices, made.wire_root, made.state_root, made.merge)
         _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.declarations))
         return replace(content, manifest=child_manifest(self._rules, self._state.tip, outcome, made.members, wishes))
 
@@ -247,10 +243,7 @@ class MovesWhatWasNotHandedOut(Voting):
         if content is None:
             return None
         made, rules = content.manifest, replace(self._rules, expert_rounds=1)
-        outcome = Outcome(
-            made.roster, made.slices, made.wire_root, made.state_root, made.merge,
-            ledger=made.ledger, audited=made.audited,
-        )  # fmt: skip
+        outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
         _, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.declarations))
         return replace(content, manifest=child_manifest(rules, self._state.tip, outcome, made.members, wishes))
 

@@ -18,7 +18,6 @@ from spes_p2p.consensus.actions import Notice, Send
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import MAX_BALLOT, Faults
-from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -75,6 +74,10 @@ def walk_until(wanted: Callable[[Consensus], object], seed: int = 0) -> Consensu
                 if peer.core is not None and wanted(peer.core):
                     return peer.core
     raise AssertionError
+
+
+def has_reported(core: Consensus) -> bool:
+    return any(signed.author == core.me for signed in core.state.round.reports.values())
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +175,7 @@ def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int, monkeypatch: p
     )
     monkeypatch.setattr(membership, "LEAST_NEW", new)  # whoever makes it names them all
     statements = replace(kept.statements, declarations=(*said, *crowd))
-    content = content_of(core.state.rules, core.tip, EMPTY, statements, made.state_root, made.merge)
+    content = content_of(core.state.rules, core.tip, statements, made.state_root, made.merge)
     monkeypatch.undo()
     assert len(content.manifest.members) == len(made.members) + new
     name, now = manifest_hash(content.manifest), core.state.last_event
@@ -315,7 +318,7 @@ def test_who_was_a_member_lately_or_is_trusted_finds_room_beside_strangers(core:
 
 def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may say with each heartbeat that it knows nothing yet."""
-    core = walk_until(lambda core: core.state.round.reports)
+    core = walk_until(has_reported)
     plan, now = core.state.round.plan, core.state.last_event
     assert plan is not None
     known = replace(core.status(), incarnation=1, sequence=1, life=1, plan=plan_hash(plan.value), reports=b"")
@@ -335,10 +338,10 @@ def test_a_round_is_told_to_as_many_newcomers_as_the_next_one_may_have(monkeypat
 
 def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_banned_or_leaves() -> None:
     """As the next manifest names them, however many they are, and strangers beside them."""
-    core = walk_until(lambda core: core.state.round.reports)
+    core = walk_until(has_reported)
     plan, now, state = core.state.round.plan, core.state.last_event, core.state
     assert plan is not None
-    state.identity = replace(state.identity, rules=replace(state.rules, by_vouch=True))
+    state.identity = replace(state.identity, rules=replace(state.rules, has_strangers=True))
     vouched = tuple(sorted(PeerId(f"friend {number}") for number in range(3 * LEAST_NEW)))
     strangers = sorted(
         (PeerId(f"stranger {number}") for number in range(5 * LEAST_NEW)), key=lambda peer: rank(core.tip_hash, peer)
@@ -375,7 +378,6 @@ def test_whoever_the_organiser_vouches_for_hears_of_the_round_and_nobody_who_is_
         {"silent": tuple(PeerId(str(at)) for at in range(MAX_ELECTORS + 1)), "head": sha256(b"elsewhere")},
         {"counted": -1},
         {"roll": -1},
-        {"intent": Intent(vouches=(LIAR,))},
         {"intent": Intent(claims=(1, 1))},
         {"intent": Intent(claims=(0,), releases=(0,))},
         {"intent": Intent(claims=(2**40,))},
@@ -472,21 +474,32 @@ def test_a_step_of_a_slow_peer_is_waited_for() -> None:
     assert 18 <= waited <= 19
 
 
-def test_who_slept_between_the_close_and_the_plan_of_another_does_not_take_it_for_an_early_one() -> None:
-    """The leader has waited for who still trains: that he is READY after the plan is no reason to refuse it."""
-    story, now = Beginning(Faults.BYZANTINE), 10.0
-    core, running = story.core, Work(tokens=16, steps=1, sequences=2, seconds=10.0, ready_in_seconds=8.0)
-    current = core.state.round
-    for pause in (1.0, 1.0, 1.0, 3600.0):
-        now += pause
+def test_a_stranger_costs_a_round_a_fifth_of_its_time_at_most_whatever_it_says() -> None:
+    """In each round anew, since it may be counted in every other one; one that was not counted costs it nothing."""
+    running = Work(tokens=16, steps=1, sequences=2, seconds=10.0, ready_in_seconds=80_000.0)
+    for is_counted, longest in ((True, 2.0 + 0.2 * 30.0), (False, 0.5)):
+        story, now = Beginning(), 100.0
+        core, state = story.core, story.core.state
+        state.identity = replace(state.identity, rules=replace(state.rules, has_strangers=True))
+        trusted = tuple(sorted((core.me, story.honest)))
+        roster = (Contribution(story.liar, 16, 1, 2),) if is_counted else ()
+        state.round.tip = replace(core.tip, roll=Roll(state.rules.fingerprint, 1, trusted), roster=roster)
+        state.round.tip_hash = manifest_hash(core.tip)
+        state.pace.observe_round(30.0)
         core.handle(on.ClockTicked(), now)
         story.says(story.liar, now, work=running)
         story.says(story.honest, now, work=READY)
-        if pause == 1.0:
-            current.closed_at = current.first_closed_at = now  # as another leader said
-    Parts(core.state, PartClasses()).fairness.expect(now, now)
-    assert story.honest in current.owed
-    assert story.liar not in current.owed
+        core.handle(on.TrainingProgressed(READY), now)
+        closed_at = now
+        while core.state.round.plan is None:
+            now += 0.5
+            assert now < closed_at + 60.0
+            core.handle(on.BytesMoved(), now)
+            story.says(story.liar, now, work=running)
+            story.says(story.honest, now, work=READY)
+            core.handle(on.ClockTicked(), now)
+        assert now - closed_at <= longest + 1.0
+        assert {entry.peer for entry in core.state.round.plan.value.roster} == {*trusted}
 
 
 def test_a_leader_that_slept_after_it_closed_a_round_waits_for_running_steps_as_if_it_had_not() -> None:

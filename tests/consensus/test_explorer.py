@@ -44,14 +44,14 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedules", [40, pytest.param(2000, marks=pytest.mark.thorough)])
-def test_where_electors_may_lie_nobody_is_banned_for_what_was_lost(
+def test_where_electors_may_lie_nobody_votes_twice_for_what_was_lost(
     schedules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two votes ban there, and disks that are old, full or gone must not lead to two."""
-    banned: set[PeerId] = set()
+    """Disks that are old, full or gone must not lead to two votes in one ballot."""
+    accused: set[PeerId] = set()
 
     def noted(world: sim.World, manifest: Manifest) -> None:
-        banned.update(manifest.banned)
+        accused.update(peer for up in world.up() if up.core for peer in up.core.state.others.voted_twice)
         note_commit(world, manifest)
 
     note_commit = sim.World.note_commit
@@ -59,29 +59,29 @@ def test_where_electors_may_lie_nobody_is_banned_for_what_was_lost(
     monkeypatch.setattr(sim.World, "note_commit", noted)
     summary = explore(range(schedules))
     assert not summary.findings, report(summary)
-    assert not banned
+    assert not accused
     assert summary.totals["restarts"] > 0
 
 
 PLANTED: list[tuple[type, str | None, set[str], int]] = [
-    (planted.ForgetsVotes, "hidden", {"votes", "lock", "conflict", "durability"}, 72),
+    (planted.ForgetsVotes, "hidden", {"votes", "lock", "conflict", "durability"}, 98),
     (planted.PrevotesBeforeStaging, None, {"staging"}, 0),
-    (planted.UsesBallotTwice, "votes", {"votes"}, 21),
+    (planted.UsesBallotTwice, "votes", {"votes"}, 102),
     (planted.LeaversDoNotCount, "members", {"certificate"}, 0),
-    (planted.AddsUpBallots, "hidden", {"certificate"}, 81),
+    (planted.AddsUpBallots, "hidden", {"certificate"}, 122),
     (planted.ForgetsLocks, "hidden", {"lock", "conflict"}, 0),
-    (planted.NamesWhoIsBehind, "members", {"newcomer"}, 16),
-    (planted.TrustsItsDisk, "old disk", {"votes", "lock", "durability"}, 17),
+    (planted.NamesWhoIsBehind, "members", {"newcomer"}, 13),
+    (planted.TrustsItsDisk, "old disk", {"votes", "lock", "durability"}, 213),
     (planted.SpeaksBeforeWriting, None, {"durability"}, 0),
     (planted.NeverBlamesTheLeader, None, {"stall"}, 8),
-    (planted.TakesServersForTrainers, "amnesia", {"serving"}, 67),
+    (planted.TakesServersForTrainers, "amnesia", {"serving"}, 64),
     (planted.StaysWhereItIs, "node cut", {"stall", "apart"}, 1),
     (planted.NeverRenews, "renewed", {"stall"}, 0),
     (planted.StartsItsWaitAnew, "renewed", {"stall"}, 0),
     (planted.NamesTheDead, "renewed", {"stall", "apart"}, 0),
     (planted.RenewsTheState, "renewed", {"certificate", "refused"}, 0),
     (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}, 0),
-    (planted.ForgetsWhatItFetches, "disk", {"catch-up"}, 11),
+    (planted.ForgetsWhatItFetches, "disk", {"catch-up"}, 9),
 ]
 """Each with the kind of schedule that finds it, what is then broken, and the seed that finds it first."""
 

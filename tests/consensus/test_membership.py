@@ -160,27 +160,17 @@ def voters(current: tuple[Member, ...], chosen: tuple[Member, ...], admission: A
     return frozenset(m.peer for m in electors(with_votes(current, chosen, admission)))
 
 
-def test_of_many_who_may_vote_some_are_drawn_for_an_epoch() -> None:
+@pytest.mark.parametrize("has_strangers", [True, False])
+def test_of_many_who_are_trusted_some_are_drawn_for_an_epoch(has_strangers: bool) -> None:
     names = tuple(PeerId(f"{at:02}") for at in range(MAX_ELECTORS + 20))
-    here = tuple(member(name) for name in names)
-    for vouched, roll in (((), replace(ROLL, vouched=names)), (names, ROLL)):
-        drawn = [
-            frozenset(
-                m.peer for m in electors(with_votes(here, here, Admission(roll, True, vouched=vouched, epoch=at)))
-            )
-            for at in (sha256(b"one"), sha256(b"one"), sha256(b"two"))
-        ]
-        assert [len(some) for some in drawn] == [MAX_ELECTORS] * 3
-        assert drawn[0] == drawn[1] != drawn[2]
-    gone = min(drawn[2])
-    left = tuple(m for m in here if m.peer != gone)
-    still = {
-        m.peer for m in electors(with_votes(here, left, Admission(ROLL, True, vouched=names, epoch=sha256(b"two"))))
-    }
-    assert drawn[2] - {gone} < still, "who stays drawn stays"
-    assert len(electors(with_votes(here, here, Admission(ROLL)))) == len(here), "not where all vote"
+    here, roll = tuple(member(name) for name in names), replace(ROLL, vouched=names)
 
+    def drawn(epoch: bytes, members: tuple[Member, ...] = here) -> set[PeerId]:
+        admission = Admission(roll, has_strangers, epoch=sha256(epoch))
+        return {one.peer for one in electors(with_votes(here, members, admission))}
 
-def test_electors_pardon_nobody_whom_a_manifest_bans() -> None:
-    liar = PeerId("carl")
-    assert Admission(ROLL, True, banned=(liar,), vouched=(liar,)).is_banned(liar)
+    assert len(drawn(b"one")) == MAX_ELECTORS
+    assert drawn(b"one") == drawn(b"one") != drawn(b"two")
+    gone = min(drawn(b"two"))
+    left = tuple(one for one in here if one.peer != gone)
+    assert drawn(b"two") - {gone} < drawn(b"two", left), "who stays drawn stays"

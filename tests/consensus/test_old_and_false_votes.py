@@ -13,10 +13,9 @@ from spes_p2p.consensus.actions import Action, CatchUp, Forget
 from spes_p2p.consensus.content import Envelope, Statements
 from spes_p2p.consensus.electorate import Electorate, Faults, make_polka
 from spes_p2p.consensus.heard_votes import HeardVotes
-from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import Contribution, manifest_hash
-from spes_p2p.consensus.membership import HALF, Member, leader_order
+from spes_p2p.consensus.membership import Member, leader_order
 from spes_p2p.consensus.messages import (
     QUORUM,
     Ballots,
@@ -85,7 +84,7 @@ def test_a_leader_that_hears_its_last_answer_and_the_decision_at_once_proposes_n
     elector = Elector(3)
     core, others = elector.core, elector.order[1:]
     said = tuple(declared(FakeSealer(peer).seal(replace(core.status(), peer=peer))) for peer in elector.order)
-    content = content_of(elector.rules, elector.tip, EMPTY, Statements((), (), said), elector.tip.state_root, None)
+    content = content_of(elector.rules, elector.tip, Statements((), (), said), elector.tip.state_root, None)
     name, run = manifest_hash(content.manifest), (elector.rules.fingerprint, core.tip_hash, 1)
     proposal = FakeSealer(others[0]).seal(Proposal(*run, name))
     precommits = [FakeSealer(peer).seal(Precommit(*run, name)) for peer in others]
@@ -197,18 +196,18 @@ def test_of_strangers_that_came_and_went_nothing_is_kept() -> None:
         assert others.asked_last == peer
         core.handle(on.CatchUpFailed(), now)
         core.handle(on.HostRefusedDial(peer), now)
-    kept = (others.contacts, others.heard_since, others.refused_dial, others.asked, others.asked_in_vain)
+    kept = (others.contacts, others.refused_dial, others.asked, others.asked_in_vain)
     assert max(len(known) for known in kept) <= MAX_NEWCOMERS
 
 
 class Leaver:
     """A run of four electors that trains for a hundred seconds in a round, and a fifth member that says it leaves."""
 
-    def __init__(self, trains: bool, votes: bool, probation: int = 0) -> None:
+    def __init__(self, trains: bool, votes: bool) -> None:
         elector = Elector(4, Faults.BYZANTINE)
         self.core, self.others = elector.core, elector.order[1:]
         self.peer = PeerId("leaver")
-        self.members = (Member(self.peer, 1, votes, 0, trains, probation), *elector.tip.members)
+        self.members = (Member(self.peer, 1, votes, 0, trains), *elector.tip.members)
         for _ in range(5):
             self.core.state.pace.observe_round(100.0)
         self.roster: tuple[Contribution, ...] = ()
@@ -231,12 +230,6 @@ class Leaver:
             self._says(peer, running, Intent(True))
         self._says(self.peer, replace(running, ready=True), Intent(True, leaving=True))
 
-    def ends_a_round(self) -> bool:
-        """Whether the round may end then, in its first second."""
-        self.leaves()
-        self.now += 1.0
-        return Parts(self.core.state, PartClasses()).fairness.may_stop(self.now)
-
     def _says(self, peer: PeerId, work: Work, intent: Intent) -> None:
         self._sequence += 1
         status = replace(
@@ -244,29 +237,6 @@ class Leaver:
         )
         said = FakeSealer(peer).seal(status)
         self.core.handle(on.MessageReceived(Envelope(peer, (said,), answers=self.core.state.own.life)), self.now)
-
-
-@pytest.mark.parametrize(("trains", "votes"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_round_ends_for_a_leaver_once_and_for_no_stranger_that_serves(trains: bool, votes: bool) -> None:
-    """Who says each time that it leaves, and takes that back, would leave nobody time to train."""
-    leaver = Leaver(trains, votes)
-    assert [leaver.ends_a_round() for _ in range(4)] == [trains or votes, False, False, False]
-    everybody, leaver.members = leaver.members, leaver.members[1:]
-    assert not leaver.ends_a_round()
-    leaver.members = everybody  # it has left, and came back
-    assert leaver.ends_a_round() == (trains or votes)
-
-
-def test_who_said_that_it_leaves_has_said_so_whoever_asked() -> None:
-    """Also in a round that ended for other reasons."""
-    leaver = Leaver(True, True)
-    leaver.leaves()
-    assert not leaver.ends_a_round()
-
-
-def test_no_round_ends_for_a_leaver_whose_work_does_not_count_as_yet() -> None:
-    """Keys cost nothing, and each of them could leave once."""
-    assert not Leaver(trains=True, votes=False, probation=HALF + 1).ends_a_round()
 
 
 def test_what_a_round_took_is_learnt_from_its_first_close() -> None:
@@ -279,25 +249,12 @@ def test_what_a_round_took_is_learnt_from_its_first_close() -> None:
     assert leaver.core.state.pace.round_seconds == 10.0
 
 
-def test_a_leader_closes_no_round_early_for_who_leaves_once_more() -> None:
-    """It may after four fifths of the learnt time, but has no reason to while nearly all still train."""
-    leaver = Leaver(True, True)
-    for is_first in (True, False):
-        leaver.ends_a_round()
-        closes = Parts(leaver.core.state, PartClasses()).round_plan._should_close(leaver.now + 0.5)
-        assert closes == is_first
-        state = leaver.core.state
-        state.round.started_at -= 90.0
-        closes = Parts(state, PartClasses()).round_plan._should_close(leaver.now + 0.5)
-        assert closes == is_first
-
-
 def test_who_was_waited_for_in_vain_is_waited_for_again_once_a_round_has_counted_its_work() -> None:
     """Where it may lie, not already where it says that it is READY."""
     leaver = Leaver(True, True)
     others = leaver.core.state.others
     others.kept_waiting.add(leaver.peer)
-    leaver.ends_a_round()
+    leaver.leaves()
     assert others.contacts[leaver.peer].status.work.ready
     leaver._goes_on()
     assert others.kept_waiting == {leaver.peer}
@@ -341,7 +298,7 @@ def test_what_is_known_of_the_vote_before_is_compared_once(monkeypatch: pytest.M
     envelope = Envelope(PeerId("stranger"), votes=(one, other) * 500)
     leaver.core.handle(on.MessageReceived(envelope), leaver.now)
     assert taken == [one, other]
-    assert leaver.peer in leaver.core.state.others.equivocations
+    assert leaver.peer in leaver.core.state.others.voted_twice
 
 
 def test_who_has_just_started_follows_others_that_do_not_answer_it() -> None:

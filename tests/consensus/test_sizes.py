@@ -9,7 +9,6 @@ import pytest
 from spes_p2p.consensus.bounds import MAX_COUNT, MAX_STEP_SECONDS, MAX_TRAINED_SECONDS, MAX_UPLINK
 from spes_p2p.consensus.content import Statements
 from spes_p2p.consensus.inbound import MAX_REASON
-from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import MAX_MEMBERS, Member
 from spes_p2p.consensus.messages import Ballots, Declaration, Intent, Report, Signed, Status, Work, declared
@@ -67,7 +66,7 @@ def test_a_manifest_fits_one_call_with_as_many_members_as_it_may_name(
     columns: int, tiles: int, slice_tiles: int, replicas: int
 ) -> None:
     """All are as large as may be, claim everything, have trained, and say something else by now."""
-    rules = replace(run_rules(columns, tiles, replicas), slice_tiles=slice_tiles, by_vouch=True)
+    rules = replace(run_rules(columns, tiles, replicas), slice_tiles=slice_tiles, has_strangers=True)
     number = most_members(rules)
     assert 64 <= number <= MAX_MEMBERS
     members = [Member(name_of(at), INCARNATION, False, 1) for at in range(number)]
@@ -83,8 +82,8 @@ def test_a_manifest_fits_one_call_with_as_many_members_as_it_may_name(
     assert all(contribution(rules, tip, one.value) for one in ready)
     said = tuple(declaration(rules, name, head, 1) for name in names)
     statements = Statements(ready, reported(rules, tip, sha256(b"plan"), tuple(roster)), said)
-    content = content_of(rules, tip, EMPTY, statements, NO_HASH, None)
-    check_content(rules, tip, EMPTY, content)
+    content = content_of(rules, tip, statements, NO_HASH, None)
+    check_content(rules, tip, content)
     assert len(content.manifest.members) == number
     assert {entry.peer for entry in content.manifest.roster} <= {*roster}
     assert len(pack(content)) <= MAX_CONTENT_BYTES < MAX_CALL_BYTES

@@ -79,10 +79,10 @@ def reduced_by(slices: tuple[Slice, ...]) -> Counter[PeerId]:
 
 def test_who_cannot_be_dialled_reduces_only_what_nobody_else_can() -> None:
     ownership = ((NAMES[0],), (NAMES[0], NAMES[1]))
-    slices = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, reach=Reach({NAMES[0], NAMES[2]}))
+    slices = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, reach=Reach(private={NAMES[0], NAMES[2]}))
     by_block = [reduced_by(tuple(piece for piece in slices if piece.block == block)) for block in range(3)]
     assert [set(found) for found in by_block] == [{NAMES[1]}, {NAMES[0]}, {NAMES[1]}]
-    everybody = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, reach=Reach(set(NAMES[:3])))
+    everybody = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, reach=Reach(private=set(NAMES[:3])))
     assert everybody == plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16)
 
 
@@ -101,9 +101,33 @@ def test_contributors_are_those_who_have_values_and_one_of_them_reduces(
         may = roster if piece.block == 0 else [peer for peer in roster if peer in ownership[piece.block - 1]]
         assert piece.contributors == tuple(may)
         assert 0 < piece.tiles <= slice_tiles
-        order = reducer_order(piece)
+        order = reducer_order(piece, roster)
         assert order[0] == piece.reducer
         assert sorted(order) == sorted(piece.contributors)
+
+
+@given(swarms(), st.data())
+def test_who_is_no_elector_reduces_only_what_it_alone_has(
+    swarm: tuple[list[PeerId], Ownership, dict[PeerId, int], list[int], int], data: st.DataObject
+) -> None:
+    roster, ownership, uplinks, tiles, slice_tiles = swarm
+    electors = data.draw(st.sets(st.sampled_from(roster), min_size=1))
+    for piece in plan_slices(roster, ownership, uplinks, tiles, slice_tiles, reach=Reach(electors)):
+        order = reducer_order(piece, electors)
+        assert order[0] == piece.reducer
+        assert order == piece.contributors if len(piece.contributors) == 1 else electors.issuperset(order)
+        assert len(set(order)) == len(order)
+
+
+def test_of_what_strangers_alone_have_nothing_is_made() -> None:
+    ownership = ((NAMES[1], NAMES[2]), (NAMES[0], NAMES[2]), (NAMES[2],))
+    reach = Reach({NAMES[0]}, strangers={NAMES[1], NAMES[2]})
+    slices = plan_slices(NAMES[:3], ownership, {}, [4, 4, 4, 4], 16, reach=reach)
+    assert [(piece.block, piece.reducer, piece.contributors) for piece in slices] == [
+        (0, NAMES[0], tuple(NAMES[:3])),
+        (2, NAMES[0], (NAMES[0], NAMES[2])),
+    ]
+    assert not plan_slices(NAMES[1:3], ownership, {}, [4, 4, 4, 4], 16, reach=reach)
 
 
 @given(swarms())

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.content import Equivocation
 from spes_p2p.consensus.electorate import NIL, Electorate, Faults, is_polka
 from spes_p2p.consensus.messages import Polka, Votes
 from spes_p2p.consensus.tendermint import Tendermint
@@ -168,35 +167,18 @@ def test_who_gets_the_tiles_late_precommits_what_has_a_polka() -> None:
     assert scene.record.valid == polka(0, V, A, C, D)
 
 
-@pytest.mark.parametrize("verdict", [Verdict.REFUSED, Verdict.INCOMPLETE])
-def test_what_is_not_fit_gets_a_nil_vote_at_once(verdict: Verdict) -> None:
+def test_what_is_not_fit_gets_a_nil_vote_at_once() -> None:
     scene = Scene(B)
     scene.proposed(0, V)
-    scene.judges(V, verdict)
+    scene.judges(V, Verdict.REFUSED)
     assert scene.prevote == (0, NIL)
 
 
-def test_completeness_is_judged_in_first_proposals_alone() -> None:
-    scene = Scene(B, THREE)
-    scene.hears(Votes(proposal=proposal_of(C, 2, V, polka(0, V, A, C))))
-    scene.judges(V, Verdict.INCOMPLETE)
-    assert scene.prevote == (2, V)
+def test_what_is_not_fit_gets_a_nil_vote_whatever_polka_comes_with_it() -> None:
     refused = Scene(B, THREE)
     refused.hears(Votes(proposal=proposal_of(C, 2, V, polka(0, V, A, C))))
     refused.judges(V, Verdict.REFUSED)
     assert refused.prevote == (2, NIL)
-
-
-def test_completeness_is_judged_until_all_have_led() -> None:
-    """Also of what was judged before it was heard that they have."""
-    scene = Scene(B, THREE)
-    scene.judges(V, Verdict.INCOMPLETE)
-    scene.proposed(3, V)
-    assert scene.prevote == (3, V)
-    early = Scene(B, THREE)
-    early.judges(V, Verdict.INCOMPLETE)
-    early.proposed(2, V)
-    assert early.prevote == (2, NIL)
 
 
 def test_a_lock_holds_against_another_first_proposal() -> None:
@@ -364,11 +346,10 @@ def test_who_votes_twice_is_accused_and_counted_once() -> None:
     scene = Scene(B)
     scene.prevoted(0, V, C)
     scene.prevoted(0, W, C)
-    assert Accuse(Equivocation(prevotes=(prevote_of(C, 0, V), prevote_of(C, 0, W)))) in scene.asked
+    assert Accuse(C) in scene.asked
     scene.proposed(0, V)
     scene.proposed(0, W)
-    accused = Equivocation(proposals=(proposal_of(A, 0, V, None), proposal_of(A, 0, W, None)))
-    assert Accuse(accused) in scene.asked
+    assert Accuse(A) in scene.asked
 
 
 def test_a_late_elector_goes_where_enough_others_are() -> None:

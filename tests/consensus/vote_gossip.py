@@ -277,7 +277,7 @@ class Walk:
 
     def _step(self) -> None:
         elector, chance = self._random.choice(self._electors), self._random.random()
-        verdict = self._random.choice((Verdict.FIT, Verdict.FIT, Verdict.INCOMPLETE, None))
+        verdict = self._random.choice((Verdict.FIT, Verdict.FIT, Verdict.FIT, None))
         has_room = self._random.random() < 0.9
         if chance < 0.6:
             elector.take(Heard(self._random.choice(self._words[-40:])), verdict, has_room)
@@ -312,7 +312,7 @@ class Walk:
         if any(elector.machine.vote.is_mute for elector in self._electors):
             raise Violation("mute", "an elector with its record takes it for an old one")
         for elector in self._electors:
-            accused = set(elector.machine.vote.heard.evidence) - set(self._liars)
+            accused = elector.machine.vote.heard.liars - set(self._liars)
             if accused:
                 raise Violation("evidence", f"{accused} are accused and do not lie")
 

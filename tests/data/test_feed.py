@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.data.feed import PATIENCE_SECONDS, Feed, PieceDataset
-from spes_p2p.data.loader import LeasedLoader, held_out_batches, held_out_tokens, leased_tokens, need_held_out
+from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out
 from spes_p2p.errors import DataNotReady
 from tests.data.conftest import tiny_config
 from tests.data.piece_makers import hand_over, make_dataset, make_feed, make_pieces
@@ -62,33 +62,8 @@ def test_held_out_sequences_come_first_and_stay(tmp_path: Path) -> None:
     hand_over(pieces, feed)
     there = [batch.tokens.tolist() for batch in held_out_batches(make_dataset(tmp_path), CONFIG, 2)]
     assert [batch.tokens.tolist() for batch in held_out_batches(dataset, CONFIG, 2, at_once)] == there
-    assert [held_out_tokens(dataset, CONFIG, 2).tolist()] == there
-
-
-def test_held_out_sequences_of_evaluations_and_of_trials_stay(tmp_path: Path) -> None:
-    pieces = make_pieces(tmp_path)
-    feed, _ = make_feed(tmp_path / "cache", pieces)
-    dataset = PieceDataset(feed)
-    need_held_out(dataset, CONFIG, 2, 1)
-    hand_over(pieces, feed)
-    for number in (1, 2):
-        assert sum(len(batch.tokens) for batch in held_out_batches(dataset, CONFIG, number, at_once)) == number
-    need_held_out(dataset, CONFIG, 0, 0)
+    need_held_out(dataset, CONFIG, 0)
     assert not feed.missing(100).pieces
-
-
-def test_who_reads_held_out_text_beside_training_takes_nothing_from_what_is_trained_next(tmp_path: Path) -> None:
-    pieces = make_pieces(tmp_path)
-    feed, _ = make_feed(tmp_path / "cache", pieces)
-    dataset, there = PieceDataset(feed), LeasedLoader(make_dataset(tmp_path), CONFIG, ((0, 8),))
-    loader = LeasedLoader(dataset, CONFIG, ((0, 8),))
-    with files_at_most(0):  # the disk is full: what is read next is in memory alone
-        assert not loader.wait_for_data(2, at_once)
-        assert loader.wait_for_data(2, fed(pieces, feed))
-        with pytest.raises(DataNotReady):
-            held_out_tokens(dataset, CONFIG, 2)
-        assert not feed.missing(100).urgent
-        assert np.array_equal(loader.next_batch(2).tokens, there.next_batch(2).tokens)
 
 
 def test_what_training_waits_for_is_first_and_the_wait_ends_when_it_has_come(tmp_path: Path) -> None:
@@ -129,37 +104,6 @@ def test_a_long_wait_is_said_once_with_the_reason(tmp_path: Path) -> None:
     assert len(said) == 1
     assert "training is waiting for data" in said[0]
     assert "nobody has them" in said[0]
-
-
-def test_text_for_a_look_at_anothers_work_comes_beside_ones_own_where_it_is_little(tmp_path: Path) -> None:
-    pieces = make_pieces(tmp_path)
-    feed, _ = make_feed(tmp_path / "cache", pieces)
-    dataset, theirs = PieceDataset(feed), np.arange(16, 20)
-    loader = LeasedLoader(dataset, CONFIG, ((0, 4),))
-    hand_over(pieces, feed)
-    enough = 4 * pieces.grid.max_bytes
-    for most_bytes, comes in ((pieces.grid.max_bytes, False), (enough, True)):
-        with pytest.raises(DataNotReady):
-            leased_tokens(dataset, CONFIG, theirs, most_bytes)
-        missing = feed.missing(100)
-        assert bool(missing.pieces) is comes
-        assert len(missing.pieces) <= 4
-        assert not missing.urgent
-    hand_over(pieces, feed)
-    there = leased_tokens(make_dataset(tmp_path), CONFIG, theirs, 0)
-    assert np.array_equal(leased_tokens(dataset, CONFIG, theirs, 0), there)
-    assert loader.wait_for_data(2, at_once)
-
-
-def test_text_for_a_look_at_anothers_work_takes_no_room_of_ones_own(tmp_path: Path) -> None:
-    pieces = make_pieces(tmp_path, (400,))
-    feed, _ = make_feed(tmp_path / "cache", pieces, slots=6)
-    dataset = PieceDataset(feed)
-    LeasedLoader(dataset, CONFIG, ((0, 60),))
-    planned = set(feed.missing(100).pieces)
-    with pytest.raises(DataNotReady):
-        leased_tokens(dataset, CONFIG, np.arange(80, 84), 10**6)
-    assert set(feed.missing(100).pieces) == planned
 
 
 def test_with_little_room_what_is_next_comes_first_and_all_comes_in_the_end(tmp_path: Path) -> None:

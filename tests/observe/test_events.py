@@ -46,7 +46,7 @@ EVENTS: list[Event] = [
     ROUND,
     Peer("joined", "12D3KooWx", 4),
     Eval(2, 40, 1.25, 4096),
-    Note("the organiser vouches for this peer: it votes"),
+    Note("the organiser vouches for this peer: it is trusted now"),
     Warning("a sink is slow"),
     Error.of(ConfigError("x is 3", fix="make it 2")),
 ]

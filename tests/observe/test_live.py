@@ -57,10 +57,11 @@ CASES = {
     "voting": at(VOTING, done=16, total=16),
     "paused": dataclasses.replace(at(READY, owned=()), paused="until 22:00 (--schedule)"),
     "leaving": at(READY, leaving=True),
+    "stranger": at(TRAINING, shares=(0.0, 0.25)),
     "gone": at(WAITING, leaving=True, owned=()),
     "new": LiveState("0.1.0", "tiny", "6P9UKN", facts=Facts(phase=WAITING)),
     "back": dataclasses.replace(
-        at(WAITING, counted_tokens=501_800, round=13, step=1300, owned=()),
+        at(WAITING, round=13, step=1300, owned=()),
         tokens=0,
         tokens_per_second=None,
         loss=None,

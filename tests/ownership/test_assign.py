@@ -142,3 +142,29 @@ def test_replicas_change_places_where_that_makes_room() -> None:
     before = ((ANNA, BEA), (ANNA, BEA), (CARL,))
     after = assign(before, {ANNA: OwnershipRequest(2), BEA: OwnershipRequest(2), CARL: OwnershipRequest(2)}, 2)
     assert all(len(owners) == 2 for owners in after)
+
+
+STRANGERS = (PeerId("x"), PeerId("y"), PeerId("z"))
+
+
+@given(cases())
+def test_strangers_own_nothing_alone_and_take_nothing_from_others(
+    case: tuple[Ownership, dict[PeerId, OwnershipRequest], int],
+) -> None:
+    before, wanted, replicas = case
+    alone = assign(before, wanted, replicas)
+    strange = {peer: OwnershipRequest(2, claims=(0,)) for peer in STRANGERS}
+    after = assign(before, wanted | strange, replicas, strangers=STRANGERS)
+    assert tuple(tuple(peer for peer in owners if peer not in STRANGERS) for owners in after) == alone
+    assert all(owned or not owners for owned, owners in zip(alone, after, strict=True))
+    assert all(len(columns_of(after, peer)) <= 2 for peer in STRANGERS)
+
+
+def test_each_column_has_as_many_strangers_as_it_should_have_owners() -> None:
+    trusted = {peer: OwnershipRequest(2) for peer in (ANNA, BEA)}
+    strange = {peer: OwnershipRequest(2) for peer in STRANGERS}
+    after = assign(nobody(4), trusted | strange, 1, strangers=STRANGERS)
+    assert [len(owners) for owners in after] == [2, 2, 2, 2]
+    gone = assign(after, {ANNA: OwnershipRequest(2)} | strange, 1, strangers=STRANGERS)
+    assert sum(bool(owners) for owners in gone) == 2, "what no trusted peer has room for is nobody's"
+    assert columns_of(gone, ANNA) == tuple(at for at, owners in enumerate(gone) if owners)

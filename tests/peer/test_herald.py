@@ -52,7 +52,7 @@ def test_a_router_that_never_learns_is_warned_of_before_the_run() -> None:
 
 def test_the_beginning_of_a_run_names_what_it_waits_for() -> None:
     assert introduction(small_config(peers=2), RUN.info, None)[-1] == "it starts once 2 peers have joined"
-    vouched = small_config("swarm.electors=vouched", peers=2)
+    vouched = small_config("swarm.trusted=vouched", peers=2)
     assert introduction(vouched, RUN.info, None)[-1].endswith("and somebody who may vote is there: one that you vouch "
                                                               "for, or this node with --serve")  # fmt: skip
     of_mirror = introduction(vouched, RUN.info, None, is_mirror=True)[-1]

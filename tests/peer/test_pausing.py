@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.connection import heirs
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, PauseTriggers, Schedule
-from spes_p2p.peer.wishes import PATIENT_LOOKS, Wishes, change_vouches, vouches_in
+from spes_p2p.peer.wishes import PATIENT_LOOKS, Wishes
 
 ANNA, BEA, CARL = PeerId("anna"), PeerId("bea"), PeerId("carl")
 NIGHT = Schedule.parse("22:00-08:00")
@@ -223,30 +222,3 @@ def test_columns_that_somebody_has_set_stay() -> None:
         assert wishes.limit_columns(3) is may_shrink
     assert not wishes.limit_columns(3)
     assert [wish.max_columns for wish in told] == [0, 3]
-
-
-def test_for_whom_a_peer_vouches_it_says_as_soon_as_its_owner_does(tmp_path: Path) -> None:
-    told: list[Intent] = []
-    with pytest.raises(ConfigError, match="holds no run of a peer"):
-        change_vouches(tmp_path, [PeerId("b")], undo=False)
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match="holds no run of a peer"):  # of a mirror, with --serve or without
-        change_vouches(tmp_path, [PeerId("b")], undo=False)
-    (tmp_path / "metrics.jsonl").touch()
-    wishes = Wishes(told.append, ANNA, tuple, lambda: vouches_in(tmp_path))
-    wishes.begin()
-
-    async def play() -> None:
-        beats = asyncio.get_running_loop().create_task(wishes.look_around(0.001))
-        assert change_vouches(tmp_path, [PeerId("c"), PeerId("b")], undo=False) == ("b", "c")
-        while len(told) < 2:
-            await asyncio.sleep(0.001)
-        assert change_vouches(tmp_path, [PeerId("c")], undo=True) == ("b",)
-        while len(told) < 3:
-            await asyncio.sleep(0.001)
-        beats.cancel()
-
-    asyncio.run(asyncio.wait_for(play(), 60.0))
-    assert [wish.vouches for wish in told] == [(), ("b", "c"), ("b",)]
-    with pytest.raises(ConfigError, match="71 peers to vouch for"):
-        change_vouches(tmp_path, [PeerId(f"{at}") for at in range(70)], undo=False)

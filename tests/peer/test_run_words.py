@@ -9,6 +9,7 @@ from typing import Any
 from spes_p2p.consensus.membership import Roll
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.observe.events import EventBus, Peer
+from spes_p2p.peer.presence import Progress
 from spes_p2p.peer.run import _note_commit, about_itself
 from spes_p2p.sync.surroundings import Applied
 from tests.observe.test_events import Recorder
@@ -40,9 +41,9 @@ def test_what_becomes_of_this_peer_is_told_apart_from_what_becomes_of_others() -
             recorder = Recorder()
             connection: Any = SimpleNamespace(
                 peer_id=me, info=MADE.info, config=MADE.config, data=SimpleNamespace(traffic=DataTraffic()),
-                found=SimpleNamespace(run=SimpleNamespace(rules=MADE.rules)),
                 gate=SimpleNamespace(failed=failures.append),
                 disk=SimpleNamespace(proofs=SimpleNamespace(path_of=lambda peer: None)),
+                presence=SimpleNamespace(progress=Progress()),
             )  # fmt: skip
             _note_commit(event, connection, EventBus(recorder))
             [told] = [event for event in recorder.events if isinstance(event, Peer)]

@@ -12,7 +12,6 @@ from spes_p2p.consensus.child_checks import check_commit
 from spes_p2p.consensus.columns import lost_columns
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.electorate import NIL
-from spes_p2p.consensus.ledger import EMPTY, Ledger, check_ledger
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import QUORUM, RENEWAL, Certificate, Commit, Precommit, Prevote, Proposal, Signed
@@ -71,7 +70,6 @@ class Known:
     manifest: Manifest
     state: State
     used: Ranges
-    ledger: Ledger = EMPTY
     certificates: list[Certificate] = field(default_factory=list)
 
 
@@ -182,7 +180,7 @@ class Judge:
         if parent is None:
             raise Violation("orphan", f"round {commit.manifest.round} was committed on an unknown parent")
         try:
-            check_commit(self.rules, parent.manifest, parent.ledger, commit, check_fake)
+            check_commit(self.rules, parent.manifest, commit, check_fake)
         except RemoteProtocolError as error:
             raise Violation("certificate", str(error)) from error
         self._check_turns(parent.manifest, commit.manifest)
@@ -248,11 +246,7 @@ class Judge:
                     raise Violation("state", f"slice {piece.key} has other contributors than its manifest says")
                 for trained in went_in:
                     self._check_counted(parent.manifest, child, trained)
-        try:
-            ledger = check_ledger(parent.ledger, child)
-        except RemoteProtocolError as error:
-            raise Violation("ledger", str(error)) from error
-        return Known(child, state, self._check_data(parent, child), ledger)
+        return Known(child, state, self._check_data(parent, child))
 
     def _check_counted(self, parent: Manifest, child: Manifest, trained: Trained) -> None:
         """What went in is what the roster counts."""

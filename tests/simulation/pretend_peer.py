@@ -27,7 +27,7 @@ from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.driver import build_driver
 from spes_p2p.sync.joining import Joining
-from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role, WorkJudge
+from spes_p2p.sync.surroundings import Applied, Role
 from spes_p2p.train import stages
 from spes_p2p.train.commits import news_of
 from spes_p2p.train.machine import TrainerMachine
@@ -132,8 +132,6 @@ class PretendPeer:
     handed_in: dict[int, HandedIn] = field(default_factory=dict)
     ahead: dict[int, dict[int, Values]] = field(default_factory=dict)
     """By round that it stood on: what it trained since its snapshot, until the round's commit came."""
-    column_judge: ColumnJudge | None = None
-    work_judge: WorkJudge | None = None
     is_up: bool = True
     joined: bool = False
     _ended: bool = False
@@ -150,7 +148,6 @@ class PretendPeer:
         self._pretended: Pretended | None = None
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
-        self.disk.judge, self.disk.work_judge = self.column_judge, self.work_judge
         self.store, self.chain, self.votes = disk.store, disk.chain, disk.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         rules = stages.TrainingRules.of(swarm.run.config, self.name, swarm.run.rules.leased)

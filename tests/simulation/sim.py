@@ -30,8 +30,6 @@ from tests.simulation.judge import Judge, Violation, voters
 from tests.simulation.sim_peer import SimPeer
 from tests.simulation.sim_state import Disk, initial_state, root_of, run_rules
 
-AUDITED_WORK = 1000.0
-"""Of a round, for audits of work: tiny rounds could afford none."""
 ORGANISER = PeerId("o0")
 SECOND = PeerId("o1")
 """Another machine with the organiser's key."""
@@ -169,13 +167,11 @@ class World:
         self.core_class = core_class
         rules = run_rules(columns, replicas=replicas)
         self.rules = replace(
-            rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2, faults=self.faults,
+            rules, faults=self.faults,
             organiser=ORGANISER, renew_after_seconds=RENEW_SECONDS,
         )  # fmt: skip
         self.fetch_seconds = 0.0
         """How long a state of others takes to come here."""
-        if seed % 8 == 5:
-            self.rules = replace(self.rules, audited_work=AUDITED_WORK, clips=True)
         self.max_columns = columns
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}

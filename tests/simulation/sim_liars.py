@@ -1,22 +1,20 @@
-"""Simulated swarms in which an elector lies when it leads, and what it gets committed that is not fair.
+"""Simulated swarms in which an elector lies when it leads, and what it gets committed.
 
     python -m tests.simulation.sim_liars
 
-`attackers/leaders` has the attacks. Where nothing else goes wrong whatever is missing of an honest round was left out.
+`attackers/leaders` has the attacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.membership import electors, leader_order, trainers
+from spes_p2p.consensus.membership import leader_order
 from spes_p2p.ids import PeerId
 from tests.simulation.attackers.leaders import LEADERS, machine_with
 from tests.simulation.sim import Weather, World
@@ -38,14 +36,16 @@ class WorldWithLiar(World):
 
 @dataclass
 class Committed:
-    """A round as it was committed. `unfair` says what an honest leader would not have done."""
+    """A round as it was committed: how many electors it counts and names, and how many are a quorum."""
 
     round: int
     ballot: int
     tokens: int
     by_liar: bool
     seconds: float
-    unfair: frozenset[str]
+    counted: int
+    named: int
+    quorum: int
 
 
 class CalmWorld(WorldWithLiar):
@@ -80,33 +80,12 @@ class CalmWorld(WorldWithLiar):
             return
         ballot = min(one.ballot for one in self.judge.known[manifest_hash(manifest)].certificates)
         order = leader_order(manifest.parent, parent.members)
-        leader = Electorate(order, self.faults).leader(ballot)
-        unfair = frozenset(unfair_parts(self, parent, manifest))
-        tokens = sum(entry.tokens for entry in manifest.roster)
-        is_its = leader in self.liars
-        self.committed.append(Committed(manifest.round, ballot, tokens, is_its, self.now - before, unfair))
-
-
-def unfair_parts(world: World, parent: Manifest, child: Manifest) -> Iterable[str]:
-    """What a calm round does not do to those who live and are not banned."""
-    up = {peer.name for peer in world.up()} - {*child.banned}
-    settled = {member.peer for member in electors(trainers(parent.members))} & up  # others may be late
-    if settled - {entry.peer for entry in child.roster}:
-        yield "work"
-    owned = zip(parent.ownership, child.column_rounds, strict=True)
-    if any(set(owners) & settled and last < child.round for owners, last in owned):
-        yield "columns"
-    before, after = ({member.peer for member in manifest.members} for manifest in (parent, child))
-    if before & up - after:
-        yield "members"
-    if before & after - up:
-        yield "dead"
-    if any(set(owners) & up - set(new) for owners, new in zip(parent.ownership, child.ownership, strict=True)):
-        yield "ownership"
-    if any(member.link_class != world.peers[member.peer].intent.link_class for member in child.members):
-        yield "links"
-    if child.steps_per_round != parent.steps_per_round:
-        yield "deadlines"
+        electorate = Electorate(order, self.faults)
+        counted = len({entry.peer for entry in manifest.roster}.intersection(order))
+        named = len({member.peer for member in manifest.members}.intersection(order))
+        tokens, is_its = sum(entry.tokens for entry in manifest.roster), electorate.leader(ballot) in self.liars
+        seconds, quorum = self.now - before, electorate.quorum
+        self.committed.append(Committed(manifest.round, ballot, tokens, is_its, seconds, counted, named, quorum))
 
 
 def play(attack: str | None, seed: int, seconds: float = 60.0, weather: Weather | None = None) -> CalmWorld:
@@ -115,11 +94,6 @@ def play(attack: str | None, seed: int, seconds: float = 60.0, weather: Weather 
     while world.now < seconds and world.step():
         pass
     return world
-
-
-def _told(parts: Iterable[str]) -> str:
-    """In how many rounds each."""
-    return ", ".join(f"{part} {rounds}" for part, rounds in sorted(Counter(parts).items())) or "-"
 
 
 def main() -> int:
@@ -134,13 +108,12 @@ def main() -> int:
         worlds = [play(name, seed, options.seconds, Weather(loss=options.loss)) for seed in range(options.seeds)]
         played = [one for world in worlds for one in world.committed]
         led = [one for one in played if one.by_liar]
-        unfair = _told(part for one in led for part in one.unfair)
-        others = _told(part for one in played if not one.by_liar for part in one.unfair)
+        least = min((one.counted for one in led), default=0)
         late = sum(one.ballot > 0 for one in played)
         times = sorted(one.seconds for one in played)
         sys.stdout.write(
             f"{name or 'honest':20} {len(played):3} rounds, {late} in a later ballot, {len(led)} led by the liar;"
-            f" unfair: {unfair} (others: {others});"
+            f" these count {least} electors at least;"
             f" a round {times[len(times) // 2]:.1f} s, at most {times[-1]:.1f} s\n"
         )
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spes_p2p.consensus import actions as do
@@ -11,7 +10,6 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, manifest_hash
-from spes_p2p.consensus.membership import FAILED, PASSED
 from spes_p2p.consensus.messages import Commit, Work
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 
 HEARTBEAT_SECONDS = 1.0
-HARMFUL, WRONG, CANNOT_TRY = 0.05, 0.05, 0.1
-"""How many columns are harmful, and how often one who tries them finds the opposite, or nothing."""
 SLOW_SHARE, SLOWNESS = 0.1, 100.0
 """How much of the work on a disk that others use, too, takes how many times as long."""
 DAY_SECONDS = 86_400.0
@@ -58,7 +54,7 @@ class SimProcess:
         start = Start(
             disk.incarnation, disk.tip, disk.tip_commit, disk.record, peer.intent, first,
             tuple(other for other in world.peers if other != peer.name), peer.name.encode(),
-            disk.ledger(disk.tip.round), disk.keeps_states,
+            disk.keeps_states,
         )  # fmt: skip
         organiser = FakeSealer(world.rules.organiser) if peer.has_key else None
         identity = Identity(peer.name, world.rules, FakeSealer(peer.name), check_fake, organiser)
@@ -143,20 +139,6 @@ class SimProcess:
 
     def fetch_seconds(self) -> float:
         return self._world.fetch_seconds
-
-    def finds_harmful(self, column: Hash) -> bool:
-        """Of one column in twenty most say so; now and then somebody is wrong, or cannot say."""
-        chance = self._world.random.random()
-        if chance < CANNOT_TRY:
-            return False
-        return (column[0] < HARMFUL * 256) is not (chance > 1 - WRONG)
-
-    def finds_work(self, entry: Contribution) -> str | None:
-        """It was done; now and then somebody is wrong, or cannot say."""
-        chance = self._world.random.random()
-        if chance < CANNOT_TRY:
-            return None
-        return PASSED if chance <= 1 - WRONG else FAILED
 
     def begin_work(self, action: do.Work) -> None:
         self._peer.later(0.0, lambda: self._go_on(self.driver.work(action)))
@@ -276,8 +258,6 @@ class SimTrainer:
         work = self._work
         if work.sequences and core.state.is_member():
             life = next(self._world.lives)
-            if core.state.rules.audited_share:
-                work = replace(work, commitment=sha256(b"%d" % life))
             positions = trained_positions(core.tip, peer.name, work.sequences)
             self._trained = Trained(life, peer.name, core.tip_hash, work, positions, self._poison())
         self._process.driver.tell(on.TrainingProgressed(work))

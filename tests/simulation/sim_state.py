@@ -9,10 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import TypeVar
 
-from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import Manifest, Merge, Slice, manifest_hash
 from spes_p2p.consensus.messages import Commit, Plan, Precommit, Renewal, Signed, Work, signing_bytes
 from spes_p2p.consensus.place import Place
@@ -143,11 +141,6 @@ class Disk:
     def manifest(self, round: int) -> Manifest:
         """That of a round up to our tip's."""
         return self.chain[round - 1].manifest if round else self.genesis
-
-    def ledger(self, round: int) -> Ledger:
-        """What is counted up to a round of ours."""
-        manifests = (commit.manifest for commit in self.chain[:round])
-        return reduce(lambda known, one: known.after(one.roster, one.audited), manifests, EMPTY)
 
     def is_on_chain(self, head: Hash, round: int) -> bool:
         return round <= len(self.chain) and manifest_hash(self.manifest(round)) == head

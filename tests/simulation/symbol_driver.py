@@ -74,7 +74,7 @@ class SymbolChain:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.has, self.ledger = disk.is_on_chain, disk.ledger
+        self.has = disk.is_on_chain
         self.line: tuple[Commit, ...] = ()
 
     @property

@@ -14,7 +14,6 @@ from spes_p2p.consensus.messages import Commit, Plan
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.sync.fraud import Charge
 from spes_p2p.sync.interfaces import SliceWork, Sure, Writing
 from spes_p2p.sync.reduce import NON_FINITE
 from tests.simulation.judge import Judge
@@ -102,12 +101,6 @@ class Surroundings(Protocol):
     def fetch_seconds(self) -> float:
         """How long the state of others takes to come here."""
 
-    def finds_harmful(self, column: Hash) -> bool:
-        """What comes of trying a column of this name."""
-
-    def finds_work(self, entry: Contribution) -> str | None:
-        """What comes of looking at this work."""
-
     def before(self, action: do.Action) -> None:
         """`action` is about to be begun. Raises Died."""
 
@@ -135,6 +128,7 @@ class SymbolSlice:
         self._roster = {entry.peer: entry for entry in plan.roster}
         self._found: dict[PeerId, Trained] = {}
         self._fit: list[Trained] = []
+        self.shares: tuple[int, ...] = ()
 
     async def take_own(self, me: PeerId) -> bool:
         found = self._around.others.contribution(self._roster[me], self._plan.parent)
@@ -155,15 +149,6 @@ class SymbolSlice:
         fit = tuple(peer for peer in self._piece.contributors if peer not in left_out)
         self._fit = [self._found[peer] for peer in fit]
         return fit
-
-    async def check_sound(self) -> None:
-        """There is no damage here."""
-
-    async def remade(self) -> tuple[Hash, ...]:
-        return reduce_tiles(self._plan, self._piece, self._fit)
-
-    async def keep_proof(self, charge: Charge) -> str:
-        return ""
 
     async def stage(self) -> tuple[Hash, ...]:
         self._disk.check_room()
@@ -200,14 +185,14 @@ class SymbolWork:
         self._around = around
 
     @asynccontextmanager
-    async def slice_work(self, plan: Plan, piece: Slice, keeps: bool = False) -> AsyncIterator[SliceWork]:
+    async def slice_work(self, plan: Plan, piece: Slice) -> AsyncIterator[SliceWork]:
         await Pause(self._around.work_seconds())
         yield SymbolSlice(plan, piece, self._disk, self._around)
 
     async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [await work for work in works]
 
-    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> float:
+    async def fetch(self, action: do.Fetch, writing: Writing, sure: Sure) -> None:
         await Pause(self._around.work_seconds())
         if not any(self._around.others.serves(holder, action.piece, action.hashes) for holder in action.holders):
             raise PeerSilent(str(action.piece.key))
@@ -215,24 +200,6 @@ class SymbolWork:
             if is_wanted:
                 self._disk.check_room()
                 self._disk.stage(action.piece, split(action.hashes))
-        return 0.0
-
-    async def audit_work(self, entry: Contribution) -> str | None:
-        await Pause(self._around.work_seconds())
-        return self._around.finds_work(entry)
-
-    async def bring(self, action: do.Try, holders: Sequence[PeerId], open_: Callable[[], None]) -> bool:
-        slices = [piece for column in action.columns for piece in column.pieces]
-        joined = [part for column in action.columns for part in column.hashes]
-        if all(map(self._disk.has, slices, joined)):
-            return False
-        open_()
-        await self._gather(slices, joined, holders)
-        return True
-
-    async def harmful(self, action: do.Try) -> frozenset[int]:
-        await Pause(self._around.work_seconds())
-        return frozenset(column.block - 1 for column in action.columns if self._around.finds_harmful(column.name))
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)

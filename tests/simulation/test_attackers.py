@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,64 +10,23 @@ import pytest
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import FAILED, PASSED
 from spes_p2p.consensus.messages import Work
 from spes_p2p.data.leases import count
-from spes_p2p.data.loader import Batch, open_dataset
+from spes_p2p.data.loader import open_dataset
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import Values
 from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.sync.clipping import opposed
-from spes_p2p.sync.reduce import NORM_LIMIT
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.surroundings import Applied
-from spes_p2p.train.work_judge import MemoryJudge
 from tests.peer.real import SMALL, make_tokens
-from tests.simulation.attackers.attack import Scene
 from tests.simulation.attackers.trial import ATTACKS, Cast, Trial, run_trial
 from tests.simulation.pretend_peer import PretendPeer
 
 
-def scene(seed: int = 0) -> Scene:
-    rng = np.random.default_rng(seed)
-    base, *changes = rng.standard_normal((9, 4096), np.float32)
-    common = changes[0]
-    trained = [base + np.float32(0.01) * (common + change) for change in changes]
-    return Scene(base, trained[0], tuple(trained[1:]), rng)
-
-
-def cosine(one: Values, other: Values) -> float:
-    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
-
-
-@pytest.mark.parametrize("name", ["sign-flip", "inner-product", "claimed-flip"])
-def test_what_turns_the_run_around_points_away_from_honest_training(name: str) -> None:
-    seen = scene()
-    assert cosine(ATTACKS[name]().values(seen) - seen.base, seen.honest_changes.mean(0)) < -0.5
-
-
-@pytest.mark.parametrize("name", ["sign-flip", "noise", "alie", "inner-product", "disguised", "claimed-flip", "copy"])
-def test_what_is_to_go_unnoticed_is_small_enough_for_the_reducers_gate(name: str) -> None:
-    seen = scene()
-    size = float(np.linalg.norm(ATTACKS[name]().values(seen) - seen.base))
-    assert 0 < size < NORM_LIMIT * float(np.median(np.linalg.norm(seen.honest_changes, axis=1)))
-
-
-def test_a_little_is_enough_stays_among_the_honest() -> None:
-    seen = scene()
-    away = np.abs(ATTACKS["alie"]().values(seen) - seen.base - seen.honest_changes.mean(0))
-    assert np.all(away <= 1.51 * seen.honest_changes.std(0) + 1e-6)
-
-
-def test_disguised_noise_looks_like_an_honest_change() -> None:
-    seen = scene()
-    honest = seen.honest_changes.mean(0)
-    assert cosine(ATTACKS["disguised"]().values(seen) - seen.base, honest) > 0.5
-    assert opposed(named((*seen.honest, ATTACKS["disguised"]().values(seen))), seen.base) == {}
-
-
-def named(values: Sequence[Values]) -> dict[PeerId, Values]:
-    return {PeerId(f"p{at}"): array for at, array in enumerate(values)}
+@pytest.mark.parametrize("name", ["claimed-flip", "names-lost"])
+def test_what_turns_the_run_around_is_the_opposite_of_honest_training(name: str) -> None:
+    base, change = np.random.default_rng(0).standard_normal((2, 4096), np.float32)
+    made = ATTACKS[name]().values(base + change, base)
+    assert made - base == pytest.approx(-change, abs=1e-5)
 
 
 def test_claims_go_as_far_as_the_rules_let_them() -> None:
@@ -77,27 +34,9 @@ def test_claims_go_as_far_as_the_rules_let_them() -> None:
     assert (claimed.steps, claimed.tokens, claimed.sequences) == (80, 6400, 160)
 
 
-def test_flipped_labels_are_tokens_from_the_other_end_of_the_vocabulary() -> None:
-    batch = Batch(np.array([[0, 3, 9]]), np.array([True]), np.array([0]))
-    assert ATTACKS["label-flip"]().batch(batch, 10).tokens.tolist() == [[9, 6, 0]]
-
-
-def test_a_sole_owner_is_honest_where_others_own_too() -> None:
-    seen = scene()
-    alone = replace(seen, honest=())
-    assert np.array_equal(ATTACKS["sole-owner"]().values(seen), seen.trained)
-    assert cosine(ATTACKS["sole-owner"]().values(alone) - alone.base, alone.change) < -0.99
-
-
 def test_who_names_honest_peers_lost_takes_liars() -> None:
     attack, liars = ATTACKS["names-lost"](), {PeerId("liar")}
     assert [attack.takes(PeerId(name), liars) for name in ("liar", "honest")] == [True, False]
-
-
-def test_auditors_lie_for_liars_and_against_others() -> None:
-    fails, passes = ATTACKS["fails-honest"](), ATTACKS["passes-liars"]()
-    assert [fails.finding(False, PASSED), fails.finding(True, FAILED)] == [FAILED, FAILED]
-    assert [passes.finding(False, PASSED), passes.finding(True, FAILED)] == [FAILED, PASSED]
 
 
 class Seen:
@@ -110,12 +49,12 @@ class Seen:
 
 
 def trial_with(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rounds: int = 3, often: float = 1.0
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rounds: int = 3
 ) -> tuple[Trial, Seen]:
     """A run of three honest peers and a liar."""
     data, seen = make_tokens(folder / "corpus", 4_000), Seen()
     common = ("swarm.experts_per_peer=8", "swarm.target_replicas=4", "sync.steps_per_round=2", "sync.merge_alpha=0")
-    chosen = (*SMALL, *common, "swarm.faults=byzantine", f"data.path={data}", *ATTACKS[name].overrides, *overrides)
+    chosen = (*SMALL, *common, "swarm.faults=byzantine", f"data.path={data}", *overrides)
     config = load_config(bundled_config("tiny"), chosen)
     applied, check, chain = PretendPeer.applied, EnvelopeChecker.check, CatchUp.headers
 
@@ -134,7 +73,7 @@ def trial_with(
     monkeypatch.setattr(PretendPeer, "applied", told)
     monkeypatch.setattr(EnvelopeChecker, "check", checked)
     monkeypatch.setattr(CatchUp, "headers", headers)
-    return run_trial(config, folder / "run", open_dataset(config), ATTACKS[name](), Cast(rounds, 4, 1, often)), seen
+    return run_trial(config, folder / "run", open_dataset(config), ATTACKS[name](), Cast(rounds, 4, 1)), seen
 
 
 @pytest.mark.timeout(300)
@@ -158,7 +97,7 @@ def test_a_flood_of_signatures_holds_up_nothing(tmp_path: Path, monkeypatch: pyt
 def test_fifty_keys_come_in_and_get_no_vote_where_electors_are_vouched_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial, seen = trial_with("stranger-keys", tmp_path, monkeypatch, "swarm.electors=vouched", rounds=8)
+    trial, seen = trial_with("stranger-keys", tmp_path, monkeypatch, "swarm.trusted=vouched", rounds=8)
     assert trial.rounds >= 5
     strangers = [m for tip in seen.tips for m in tip.members if " key " in m.peer]
     assert strangers
@@ -174,16 +113,6 @@ def test_claims_are_bounded_by_what_was_leased(tmp_path: Path, monkeypatch: pyte
     assert all(entry.sequences <= count(parent.leases.of(entry.peer)) for parent, entry in claims)
     used = [max(e.sequences for _, e in claims if (e.peer == "peer-001") is is_liar) for is_liar in (False, True)]
     assert used[1] > used[0], "it claims as much as its lease allows"
-
-
-@pytest.mark.timeout(300)
-def test_work_is_audited_and_one_lying_auditor_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Honest auditors pass everything: so small a model remembers nothing that a judge could see."""
-    monkeypatch.setattr(MemoryJudge, "finding", lambda *rest: PASSED)
-    trial, _ = trial_with("fails-honest", tmp_path, monkeypatch, "sync.aggregate=clip", rounds=5, often=10_000.0)
-    assert trial.audits_of_liars[PASSED] > 0
-    assert trial.audits[FAILED] == 0
-    assert (trial.banned, trial.banned_honest) == (0, 0)
 
 
 @pytest.mark.sampled(1)
@@ -202,18 +131,11 @@ def test_a_part_of_a_liars_consensus_lies_and_the_run_goes_on(
 def test_nobody_waits_for_keys_that_join_as_trainers_and_hand_nothing_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("sync.aggregate=clip", "swarm.electors=vouched", "sync.steps_per_round=8")
+    settings = ("swarm.trusted=vouched", "sync.steps_per_round=8")
     trial, seen = trial_with("idle-keys", tmp_path, monkeypatch, *settings, rounds=5)
     assert trial.rounds >= 5
     assert sum(" key " in member.peer for member in seen.tips[-1].members) > 10
     assert trial.longest_stall_deadlines < 0.3, "as long as a round takes; two heartbeats more would make it 0.5"
-
-
-@pytest.mark.timeout(300)
-def test_a_sole_owner_has_a_column_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial, seen = trial_with("sole-owner", tmp_path, monkeypatch)
-    assert trial.rounds >= 3
-    assert {tip.ownership[0] for tip in seen.tips} == {(PeerId("peer-001"),)}
 
 
 @pytest.mark.timeout(300)
@@ -225,33 +147,26 @@ def test_a_reducer_that_names_honest_peers_lost_leaves_them_out_and_nobody_is_dr
     made = [piece for tip in seen.tips for piece in tip.slices if piece.reducer == liar and len(tip.roster) == 4]
     assert made
     assert {piece.contributors for piece in made} == {(liar,)}
-    assert (trial.banned, trial.banned_honest) == (0, 0)
-
-
-def test_one_of_a_hundred_tiles_is_altered() -> None:
-    rng, tile = np.random.default_rng(0), np.ones(4, np.float32)
-    attack = ATTACKS["altered-tile"]()
-    altered = sum(bool(np.any(attack.reduced(tile, tile, rng) != tile)) for _ in range(10_000))
-    assert 70 <= altered <= 130
+    assert not trial.dropped
 
 
 @pytest.mark.timeout(300)
 def test_a_run_with_a_liar_is_measured_against_one_without(tmp_path: Path) -> None:
-    """NaN does nothing to the loss; a turned sign with more claimed than trained does, unless it is clipped."""
+    """NaN does nothing to the loss; a turned sign with more claimed than trained does, unless it is a stranger's."""
     data = make_tokens(tmp_path / "corpus", 4_000)
     overrides = ("swarm.experts_per_peer=8", "swarm.target_replicas=4", "sync.steps_per_round=4", "sync.merge_alpha=0")
     config = load_config(bundled_config("tiny"), (*SMALL, *overrides, f"data.path={data}", "optimizer.lr=0.01"))
 
-    def loss(name: str, aggregate: Literal["mean", "clip"] = "mean") -> float:
-        attack, folder = ATTACKS[name]() if name else None, tmp_path / f"{name} {aggregate}"
-        own = config.model_copy(update={"sync": config.sync.model_copy(update={"aggregate": aggregate})})
+    def loss(name: str, trusted: Literal["all", "vouched"] = "all") -> float:
+        attack, folder = ATTACKS[name]() if name else None, tmp_path / f"{name} {trusted}"
+        own = config.model_copy(update={"swarm": config.swarm.model_copy(update={"trusted": trusted})})
         trial = run_trial(own, folder, open_dataset(own), attack, Cast(3, 4, 1))
         assert trial.rounds >= 3
-        assert (trial.banned, trial.banned_honest) == (0, 0)
+        assert not trial.dropped
         assert trial.longest_stall_deadlines < 10
         return trial.loss
 
     clean = loss("")
     assert abs(loss("nan") / clean - 1) < 0.01  # the others have other leases
     assert loss("claimed-flip") > 1.01 * clean
-    assert loss("claimed-flip", "clip") < 1.01 * clean
+    assert loss("claimed-flip", "vouched") < 1.01 * clean

@@ -18,16 +18,14 @@ import torch
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.leases import Ranges, count
-from spes_p2p.data.loader import Batch, LeasedLoader, LocalLoader, held_out_batches
+from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.layout import BlockSource, Values
-from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.memory import Held
 from spes_p2p.train.stages import Load, Turn
 from spes_p2p.train.trainer import Trainer
-from spes_p2p.train.work_judge import MemoryJudge
 from tests.simulation.memory_swarm import MemorySwarm
 from tests.simulation.pretend_peer import PretendPeer
 from tests.simulation.virtual_time import run_virtual
@@ -61,12 +59,10 @@ class TrainerOf:
         self.trainer.run_ahead()
 
     def train(self, positions: Ranges) -> None:
-        self.trainer.train_step(self.batch(positions))
-
-    def batch(self, positions: Ranges) -> Batch:
-        """What one inner step trains on."""
+        """One inner step."""
         loader = self._loader or LeasedLoader(self._dataset, self._config, positions)
-        return loader.next_batch(count(positions) if self._loader is None else self._config.optimizer.batch_sequences)
+        sequences = count(positions) if self._loader is None else self._config.optimizer.batch_sequences
+        self.trainer.train_step(loader.next_batch(sequences))
 
     def values(self, block: int) -> Values:
         return self.trainer.contribution(block)
@@ -107,8 +103,6 @@ class TrainingPeer(PretendPeer):
         own_data_of = None if swarm.leased else self.name
         self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, own_data_of)
         self.work = replace(self.work, learner=self.learner)
-        self.column_judge = HeldOutJudge(swarm.config, swarm.dataset)
-        self.work_judge = MemoryJudge(swarm.config, swarm.dataset)
         await super().start()
 
     def _begin(self, load: Load) -> None:

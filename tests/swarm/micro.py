@@ -14,6 +14,7 @@ import psutil
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Event
 from spes_p2p.quickstart.processes import Host, Process
@@ -21,6 +22,7 @@ from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, signer_of
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.dump import RoundDump
 from tests.fork_server import ForkedSwarm
@@ -176,6 +178,13 @@ def recomputed_state(process_folder: Path, config: Config) -> tuple[int, str]:
     version = StateStore(process_folder / "run" / "state", layout, read_only=True).latest()
     assert version is not None
     return version.round, layout.root_of(hash_tiles(version.tile(tile.id) for tile in layout.tiles)).hex()
+
+
+def identity_of(folder: Path) -> PeerId:
+    """Makes the key of a peer that is yet to start; its id."""
+    folder.mkdir()
+    IdentityFile(folder / "identity.key").release()
+    return signer_of(folder / "identity.key").peer_id
 
 
 def peer_id_of(process: Process) -> str:

@@ -18,13 +18,13 @@ from spes_p2p.consensus.messages import Intent, Signed, Status, Work
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import MAX_PEER_ID, PeerId, sha256
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, signer_of
+from spes_p2p.swarm.hivemind_backend.identity import RsaSigner
 from spes_p2p.swarm.keys import RSA_BITS, RsaVerifier
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.wire import pack
 from tests.fork_server import ForkedSwarm
-from tests.swarm.micro import LOCAL, MICRO, nothing_left
+from tests.swarm.micro import LOCAL, MICRO, identity_of, nothing_left
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 HONEST = ("p0", "p1", "p2")
@@ -77,13 +77,6 @@ class Crowd:
         return KeySealer(signer).seal(status)
 
 
-def identity_of(folder: Path) -> PeerId:
-    """Makes the key of a peer that is yet to start; its id."""
-    folder.mkdir()
-    IdentityFile(folder / "identity.key").release()
-    return signer_of(folder / "identity.key").peer_id
-
-
 def members_of(folder: Path) -> list[int]:
     """How many each manifest of a peer's chain names."""
     chain = Chain(folder / "run" / "chain")
@@ -93,7 +86,7 @@ def members_of(folder: Path) -> list[int]:
 def test_rounds_go_on_beside_a_crowd_with_the_largest_statuses(tmp_path: Path, tokens: Path) -> None:
     with nothing_left() as mark, NetworkThread() as thread, ForkedSwarm(tmp_path, environment=mark) as swarm:
         node = swarm.bootstrap(
-            "tiny", tokens, [*MICRO, *ROOMY, "swarm.electors=vouched", f"swarm.min_peers={len(HONEST)}"]
+            "tiny", tokens, [*MICRO, *ROOMY, "swarm.trusted=vouched", f"swarm.min_peers={len(HONEST)}"]
         )
         named = [identity_of(tmp_path / name) for name in HONEST]
         swarm.ask("run", "vouch", *named, "--folder", str(node.folder))

@@ -1,36 +1,38 @@
-"""Real peers of which one lies: the others go on, with one state that learns, and ban whom they know to have lied."""
+"""Real peers beside strangers of whom most lie: rounds go on, nobody is dropped, and the model learns as without them.
+
+The lies are the crudest and the narrowest one; scripts/bench_attacks.py measures the others, and the loss in longer
+runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.manifest import SHARE, Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.events import Eval, Peer, Round, Warning
-from spes_p2p.ownership.assign import columns_of
+from spes_p2p.observe.events import Eval
 from spes_p2p.quickstart.processes import LOOPBACK, Host, Running
 from spes_p2p.sync.chain import Chain
-from tests.cli.conftest import spes_p2p
 from tests.fork_server import ForkedSwarm
-from tests.swarm.lying_peer import LIE
-from tests.swarm.micro import LOCAL, MICRO, config_of, nothing_left, peer_id_of, recomputed_state
+from tests.swarm.lying_peer import LIE, LIES
+from tests.swarm.micro import LOCAL, MICRO, identity_of, nothing_left
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
-HONEST, LIAR = ("p0", "p1", "p2", "p3"), "liar"
-ROUNDS = 6
-CLIP = ("sync.aggregate=clip", "swarm.faults=byzantine", f"swarm.min_peers={len(HONEST) + 1}", "sync.merge_alpha=0")
-ALONE = (*CLIP, "swarm.target_replicas=1", "swarm.experts_per_peer=2")
-TOGETHER = (*CLIP, "swarm.target_replicas=5", "swarm.experts_per_peer=8")
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+TRUSTED, HONEST = ("p0", "p1", "p2", "p3"), "honest"
+ROUNDS = 10
+AGREED = (
+    *MICRO, "sync.codec=int4", "sync.overlap=true", "sync.vocabulary_rounds=2", "sync.merge_alpha=0",
+    "swarm.trusted=vouched", "swarm.experts_per_peer=2", "swarm.heartbeat_seconds=1",
+)  # fmt: skip
 
 
 class LyingSwarm(ForkedSwarm):
-    """One of its peers runs another program."""
-
-    attack = ""
+    """Peers whose names are those of lies run another program."""
 
     def launch(
         self,
@@ -42,60 +44,51 @@ class LyingSwarm(ForkedSwarm):
         host: Host = LOOPBACK,
         fresh: bool = False,
     ) -> Running:
-        if output.parent.name == LIAR:
-            module, environment = "tests.swarm.lying_peer", {**environment, LIE: self.attack}
+        if (name := output.parent.name) in LIES:
+            module, environment = "tests.swarm.lying_peer", {**environment, LIE: name}
         return super().launch(module, arguments, environment, output, errors, host, fresh)
 
 
-@pytest.mark.parametrize(
-    ("attack", "agreed", "is_banned"),
-    [
-        ("sole-owner", ALONE, False),
-        pytest.param("nan", TOGETHER, False, marks=pytest.mark.thorough),
-        pytest.param("claimed-flip", TOGETHER, False, marks=pytest.mark.thorough),
-        pytest.param("nan-tiles", TOGETHER, True, marks=pytest.mark.thorough),
-        pytest.param("noisy-tiles", TOGETHER, True, marks=pytest.mark.thorough),
-    ],
-)
-def test_a_run_goes_on_with_one_that_lies(
-    tmp_path: Path, tokens: Path, attack: str, agreed: tuple[str, ...], is_banned: bool
-) -> None:
-    with nothing_left() as mark, LyingSwarm(tmp_path, environment=mark) as swarm:
-        swarm.attack = attack
-        swarm.bootstrap("tiny", tokens, [*MICRO, *agreed])
-        for name in (*HONEST, LIAR):
+@dataclass(frozen=True)
+class Story:
+    """A run that ended: who took part, what the trusted peers committed, and the held-out loss by round."""
+
+    ids: Mapping[str, PeerId]
+    chain: Sequence[Manifest]
+    losses: Mapping[int, float]
+
+
+def told(folder: Path, tokens: Path, strangers: Sequence[str]) -> Story:
+    folder.mkdir()
+    names = (*TRUSTED, *strangers)
+    with nothing_left() as mark, LyingSwarm(folder, environment=mark) as swarm:
+        node = swarm.bootstrap("tiny", tokens, [*AGREED, f"swarm.min_peers={len(names)}"])
+        ids = {name: identity_of(folder / name) for name in names}
+        swarm.ask("run", "vouch", *(ids[name] for name in TRUSTED), "--folder", str(node.folder))
+        for name in names:
             swarm.peer(name, tokens, ["--until-round", str(ROUNDS), *LOCAL])
-        swarm.wait_for_end(HONEST, 300.0)
-        liar = PeerId(peer_id_of(swarm.processes[LIAR]))
-        events = {name: [event for _, event in swarm.processes[name].seen] for name in HONEST}
+        swarm.wait_for_end(TRUSTED, 100.0)
+        evals = [event for name in TRUSTED for _, event in swarm.processes[name].seen if isinstance(event, Eval)]
         for process in swarm.processes.values():
             process.end()
-    config = config_of(agreed)
-    last = {name: [event for event in some if isinstance(event, Round)][-1] for name, some in events.items()}
-    states = {recomputed_state(tmp_path / name, config) for name in HONEST}
-    assert states == {(event.round, event.model_hash) for event in last.values()}
-    assert len(states) == 1
-    chain = Chain(tmp_path / "p0" / "run" / "chain")
-    manifests = [chain.commit(round).manifest for round in range(chain.length)]
-    assert manifests[-1].banned == ((liar,) if is_banned else ())
-    evals = sorted((event.round, event.loss) for some in events.values() for event in some if isinstance(event, Eval))
-    assert evals[-1][1] < evals[0][1] - 0.3
-    if attack == "noisy-tiles":
-        proof = next(tmp_path.glob("p*/run/proofs/*.proof"))
-        assert f"{liar} has signed" in spes_p2p("run", "inspect", "--proof", str(proof)).output
-        bans = [event for some in events.values() for event in some if isinstance(event, Peer) and event.proof]
-        assert {(event.change, event.who) for event in bans} == {("banned", liar)}
-        assert all(Path(event.proof).exists() for event in bans)
-    if attack == "sole-owner":
-        pieces = [piece for manifest in manifests for piece in manifest.slices if piece.block]
-        assert not [piece for piece in pieces if liar in piece.contributors]
-        assert any(refused(before, after, liar) for before, after in pairwise(manifests))
-        said = [event.message for some in events.values() for event in some if isinstance(event, Warning)]
-        assert any("would make the model worse on held-out text" in message for message in said)
+    chain = Chain(folder / "p0" / "run" / "chain")
+    by_round = {number: [event.loss for event in evals if event.round == number] for number in range(ROUNDS + 1)}
+    return Story(
+        ids, [chain.commit(number).manifest for number in range(chain.length)],
+        {number: mean(losses) for number, losses in by_round.items() if losses},
+    )  # fmt: skip
 
 
-def refused(before: Manifest, after: Manifest, liar: PeerId) -> set[int]:
-    """Columns of a liar whose work counts, and that keep their values while others do not."""
-    done = {piece.block - 1 for piece in after.slices if piece.block}
-    is_there = done and any(entry.peer == liar for entry in after.roster)
-    return set(columns_of(before.ownership, liar)) - done if is_there else set()
+def test_a_run_learns_beside_strangers_of_whom_most_lie(tmp_path: Path, tokens: Path) -> None:
+    lying, clean = told(tmp_path / "lying", tokens, (HONEST, *LIES)), told(tmp_path / "clean", tokens, (HONEST,))
+    everybody, trusted = set(lying.ids.values()), {lying.ids[name] for name in TRUSTED}
+    assert len(lying.chain) > ROUNDS
+    assert all({member.peer for member in made.members} == everybody for made in lying.chain)
+    owners = [set(some) for made in lying.chain for some in made.ownership]
+    assert all(len(some & trusted) == 1 for some in owners)
+    assert any(some - trusted for some in owners)
+    averages = {credit.peer: credit.average / SHARE for credit in lying.chain[ROUNDS].strangers}
+    assert averages[lying.ids["turned-sign"]] < 0.15
+    assert averages[lying.ids[HONEST]] > 0.5
+    assert lying.losses[ROUNDS] < lying.losses[0] - 1
+    assert lying.losses[ROUNDS] < 1.05 * clean.losses[ROUNDS]

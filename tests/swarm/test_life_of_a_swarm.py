@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.observe.events import Peer, Round, Step
-from spes_p2p.peer.receipts import RECEIPT_FILE
 from spes_p2p.quickstart.processes import Process
-from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.receipts import check_receipt
 from tests import oracle
 from tests.simulation.faulty_swarm import FaultySwarm
 from tests.swarm.micro import (
@@ -61,7 +58,6 @@ class Story:
     ids: dict[str, str] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
     orphaned_at: int = 0
-    receipt: str = ""
     status: dict[str, Any] = field(default_factory=dict)
     killed_at: int = 0
     leave_code: int | None = None
@@ -101,7 +97,6 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
         address = address_of_a_peer(swarm)
         swarm.wait_for_round(3, FIRST, 180.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in FIRST}
-        told.receipt = swarm.ask("receipt", "--output", str(swarm.processes["p0"].folder))
 
         swarm.processes["bootstrap"].end()
         told.orphaned_at = last_round(swarm.processes["p0"])
@@ -205,15 +200,6 @@ def test_without_the_bootstrap_node_a_newcomer_joins_through_a_peer(story: Story
     assert columns
     pieces = {piece.block for piece in counted[-1].slices if newcomer in piece.contributors}
     assert pieces == {0, *(1 + column for column in columns)}
-
-
-def test_a_peer_gets_a_receipt_that_adds_up_and_is_checked_without_the_run(story: Story) -> None:
-    receipt = check_receipt((story.folder / "p0" / RECEIPT_FILE).read_bytes(), RsaVerifier().verify)
-    counted = story.manifests()[: receipt.manifest.round + 1]
-    mine = [entry for m in counted for entry in m.roster if entry.peer == story.ids["p0"]]
-    assert receipt.manifest.name == manifest_hash(counted[-1])
-    assert (receipt.account.rounds, receipt.account.tokens) == (len(mine), sum(entry.tokens for entry in mine))
-    assert f"has counted of {story.ids['p0']}" in story.receipt
 
 
 def test_status_works_against_a_peer(story: Story) -> None:

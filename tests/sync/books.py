@@ -28,7 +28,6 @@ class Books:
         layout = swarm.layout
         tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles[: layout.num_model_tiles]]
         self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.model_blocks])
-        self.ledger.audited = swarm.run.rules.audited_share > 0
         self.merges = 0
         self.trained: dict[tuple[PeerId, int], Values] = {}
         """By how much a peer has trained what had no turn in this round; zeros elsewhere."""

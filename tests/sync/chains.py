@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.ledger import EMPTY, Ledger
 from spes_p2p.consensus.manifest import (
     Contribution,
     Manifest,
@@ -24,7 +23,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.renewing import signed_renewal
 from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest, renewed_manifest
 from spes_p2p.consensus.slices import plan_slices
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.state.initial import InitialState
@@ -44,7 +43,6 @@ class MadeRun:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or small_config(peers=1)
         self.keys = FakeKeys()
-        self._ledgers: dict[Hash, Ledger] = {}
         self.layout = state_layout(self.config)
         self.info = describe_run(self.config, sha256(b"data"), ORGANISER)
         self.rules = rules_of(self.config, self.info, self.layout)
@@ -70,17 +68,9 @@ class MadeRun:
     def child(self, parent: Manifest, root: bytes, wire_root: bytes) -> Manifest:
         """What one round of peer a leads to."""
         roster = (Contribution(A, 8 * self.config.data.sequence_length, 1, 8),)
-        ledger = self.ledger_of(parent).after(roster)
-        outcome = Outcome(roster, self.slices(parent), wire_root, root, None, ledger=ledger.root)  # type: ignore[arg-type]
-        child = child_manifest(
-            self.rules, parent, outcome, parent.members, {A: OwnershipRequest(self.layout.num_columns)}
-        )
-        self._ledgers[manifest_hash(child)] = ledger
-        return child
-
-    def ledger_of(self, manifest: Manifest) -> Ledger:
-        """What is counted up to a manifest that was made here."""
-        return self._ledgers.get(manifest_hash(manifest), EMPTY)
+        outcome = Outcome(roster, self.slices(parent), wire_root, root, None)  # type: ignore[arg-type]
+        wishes = {A: OwnershipRequest(self.layout.num_columns)}
+        return child_manifest(self.rules, parent, outcome, parent.members, wishes)
 
     def certified(self, manifest: Manifest, signer: PeerId = A) -> Commit:
         name = manifest_hash(manifest)

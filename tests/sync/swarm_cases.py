@@ -191,13 +191,16 @@ class Recorder:
             for entry in child.roster
         ]
         slices = [oracle.SliceOf(s.block, s.first_tile, s.tiles, s.contributors) for s in child.slices]
-        clips = sync.aggregate == "clip"
-        peers = oracle.capped(peers) if clips else peers
+        trusted = None
+        if self.swarm.config.swarm.trusted == "vouched":
+            admission = self.swarm.rules.admission_of(parent)
+            trusted = [entry.peer for entry in child.roster if admission.is_trusted(entry.peer)]
+            peers = oracle.capped(peers, trusted)
         assert child.step == oracle.next_step(parent.step, peers)
         alpha = oracle.alpha_of(parent.step, child.step, sync.merge_interval, sync.merge_alpha, sync.merge_decay_steps)
         expected = oracle.round_result(
             peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values,
-            outer_of(self.swarm.config), clips,
+            outer_of(self.swarm.config), trusted,
         )  # fmt: skip
         where = f"round {child.round}"
         oracle.check_equal(self.states[child.round], expected, where)

@@ -68,21 +68,6 @@ class Made:
         return [np.array(version.block(at)) for at in range(len(LAYOUT.blocks))]
 
 
-def test_what_a_state_without_a_column_took_back_is_noticed_and_brought_again(tmp_path: Path) -> None:
-    """Or a column would be tried by its old values; and what all have taken back, nobody could give."""
-    made = Made(tmp_path)
-    slices, joined = made.write(1, 0, 1, 2)
-    column = slices[2:], joined[2:]
-    staged = np.array(made.bench.blocks()[2])
-    assert made.bench.has(*column)
-    made.bench.gather(slices[:2], joined[:2])
-    assert not made.bench.has(*column)
-    assert not np.array_equal(made.bench.blocks()[2], staged)
-    assert made.bench.gather(*column, exactly=False) == {}
-    assert made.bench.has(slices, joined)
-    assert np.array_equal(made.bench.blocks()[2], staged)
-
-
 def test_the_new_state_has_what_was_gathered_and_the_old_values_elsewhere(tmp_path: Path) -> None:
     made = Made(tmp_path)
     slices, joined = made.write(1, 0, 2)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.ledger import EMPTY
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Commit,
@@ -19,8 +18,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, sha256
-from spes_p2p.sync import chain as chains
-from spes_p2p.sync.chain import Chain, CommitFiles, KeptLedger, VoteBook, check_links
+from spes_p2p.sync.chain import Chain, CommitFiles, VoteBook, check_links
 from spes_p2p.wire import pack, unpack
 from tests.state.small import file_size_limit
 from tests.sync.chains import B, MadeRun, with_tokens
@@ -212,7 +210,7 @@ def test_a_damaged_commit_is_known_by_its_child_and_told_once(tmp_path: Path, ro
 
 
 def test_a_damaged_commit_that_can_be_read_all_the_same_is_found(tmp_path: Path) -> None:
-    """One wrong bit seldom spoils the form. What such a commit counts would make every later round look wrong."""
+    """One wrong bit seldom spoils the form."""
     chain, commit = filled(tmp_path), COMMITS[2]
     certificate = replace(commit.certificate, parent=sha256(b"another"))
     for wrong in (with_tokens(commit, 7), replace(commit, certificate=certificate)):
@@ -232,8 +230,7 @@ def test_two_damaged_commits_in_a_row(tmp_path: Path) -> None:
 
 
 def links(*commits: Commit, before: Commit | None = None) -> None:
-    ledger = EMPTY if before is None else RUN.ledger_of(before.manifest)
-    check_links(commits, before, ledger, RUN.info, RUN.rules, RUN.keys.verify)
+    check_links(commits, before, RUN.info, RUN.rules, RUN.keys.verify)
 
 
 def test_links_that_fit() -> None:
@@ -306,47 +303,6 @@ def test_who_forgets_on_a_full_disk_never_votes_in_the_old_incarnation_again(tmp
     assert (first.record, first.incarnation) == (VoteRecord(NO_HASH), 101)
     first.write(VoteRecord(sha256(b"head"), locked_ballot=1))
     assert book(tmp_path, 200).incarnation >= 101
-
-
-def test_the_ledger_is_that_of_each_round_whatever_became_of_the_chain(tmp_path: Path) -> None:
-    chain = Chain(tmp_path)
-    for commit in COMMITS:
-        chain.append(commit)
-    for commit in COMMITS:
-        assert chain.ledger(commit.manifest.round) == RUN.ledger_of(commit.manifest)
-    assert Chain(tmp_path).ledger(len(COMMITS) - 1) == chain.ledger(len(COMMITS) - 1)
-    other = RUN.certified(RUN.child(COMMITS[1].manifest, sha256(b"another"), sha256(b"wire")))
-    chain.switch([other])
-    assert chain.ledger(2) == Chain(tmp_path).ledger(2) == RUN.ledger_of(other.manifest)
-    chain.append(COMMITS[2])  # in its place
-    assert chain.ledger(2) == Chain(tmp_path).ledger(2) == RUN.ledger_of(COMMITS[2].manifest)
-
-
-def test_a_start_counts_only_what_is_not_in_the_ledger_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "LEDGER_ROUNDS", 3)
-    chain, wanted = Chain(tmp_path), RUN.ledger_of(COMMITS[-1].manifest)
-    for commit in COMMITS:
-        chain.append(commit)
-    read, parsed, last = set[int](), CommitFiles.parsed, COMMITS[2].manifest
-
-    def noted(files: CommitFiles, round: int) -> Commit:
-        read.add(round)
-        return parsed(files, round)
-
-    monkeypatch.setattr(CommitFiles, "parsed", noted)
-    assert Chain(tmp_path).ledger(len(COMMITS) - 1) == wanted
-    assert min(read) == len(COMMITS) // 3 * 3 - 1, "that of which the kept one is, to see whether it is ours"
-    other, wrong = KeptLedger(2, sha256(b"of another history"), EMPTY), KeptLedger(2, manifest_hash(last), EMPTY)
-    for damaged in (b"", b"nothing that can be read", pack(other), pack(wrong)):
-        (tmp_path / "ledger").write_bytes(damaged)
-        assert Chain(tmp_path).ledger(len(COMMITS) - 1) == wanted
-
-
-def test_a_commit_with_another_ledger_is_no_link() -> None:
-    last = COMMITS[-1].manifest
-    forged = RUN.certified(replace(last, ledger=EMPTY.root))
-    with pytest.raises(RemoteProtocolError, match="its ledger does not follow"):
-        links(*COMMITS[:-1], forged)
 
 
 def test_who_only_looks_ends_no_switch_of_another(tmp_path: Path) -> None:

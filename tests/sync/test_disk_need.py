@@ -23,7 +23,7 @@ from tests.sync.swarm_cases import in_swarm, small_config
 SHAPE = ("model.d_model=32", "model.head_dim=16", "model.expert_ffn=32", "model.vocab_size=257")
 """About 50,000 values, half of them in columns: beside them indices and certificates are small."""
 WIDER = ("model.embedding_rows=257", "sync.tile_values=4096", "sync.merge_alpha=0")
-TWO, AUDITED = "swarm.target_replicas=2", ("sync.aggregate=clip", "sync.audited_share=1")
+TWO = "swarm.target_replicas=2"
 CASES = (
     (),
     ("sync.outer=nesterov",),
@@ -35,8 +35,6 @@ CASES = (
     ("sync.codec=fp32", "sync.expert_codec=int8", TWO),
     ("sync.codec=ternary", TWO),
     ("sync.codec=int8", "sync.outer=nesterov", TWO),
-    ("sync.codec=int8", *AUDITED),
-    ("sync.codec=int8", "sync.outer=nesterov", TWO, *AUDITED),
 )
 
 

@@ -29,7 +29,6 @@ from spes_p2p.exchange.requests import (
 )
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo
@@ -53,8 +52,8 @@ class Served:
             self.chain.append(commit)
         self.serving = Serving(MADE.info, self.chain, self.store, self._inputs)
 
-    def _inputs(self, parent: Hash, first: int, count: int) -> Blob | None:
-        return Blob(b"values") if (parent, first, count) == (PARENT, 3, 2) else None
+    def _inputs(self, parent: Hash, first: int, count: int) -> bytes | None:
+        return b"values" if (parent, first, count) == (PARENT, 3, 2) else None
 
     def data(self, request: Request) -> bytes:
         return bytes(self.serving.answer(request, ASKER).data)

@@ -95,7 +95,7 @@ class FormerElectors:
 
     def goes_on(self) -> None:
         parent = self.line[-1].manifest
-        outcome = Outcome((), (), sha256(b""), parent.state_root, None, ledger=parent.ledger)
+        outcome = Outcome((), (), sha256(b""), parent.state_root, None)
         child = derived(self.rules, parent, outcome, parent.members, parent.ownership)
         self.line.append(self.signed(child))
 

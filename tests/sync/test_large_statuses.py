@@ -185,7 +185,7 @@ def test_twenty_keys_with_the_largest_statuses_and_larger_ones_stop_no_round(
         check_agreement(swarm)
         await around.stop()
 
-    in_swarm(folder, play, small_config("swarm.electors=vouched"))
+    in_swarm(folder, play, small_config("swarm.trusted=vouched"))
 
 
 @pytest.mark.thorough
@@ -215,7 +215,7 @@ def test_a_thousand_members_with_the_largest_statuses_stop_no_round(
         check_agreement(swarm)
         await around.stop()
 
-    in_swarm(folder, play, small_config("swarm.electors=vouched"))
+    in_swarm(folder, play, small_config("swarm.trusted=vouched"))
 
 
 @pytest.mark.parametrize("electors", ["all", "vouched"])
@@ -240,7 +240,7 @@ def test_silent_keys_beside_it_do_not_keep_an_elector_out_that_restarts(folder: 
         check_agreement(swarm)
         await around.stop()
 
-    in_swarm(folder, play, small_config(f"swarm.electors={electors}"))
+    in_swarm(folder, play, small_config(f"swarm.trusted={electors}"))
 
 
 def contacts_of(swarm: MemorySwarm, name: str) -> set[PeerId]:

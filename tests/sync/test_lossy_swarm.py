@@ -50,28 +50,6 @@ def test_every_round_is_what_the_books_say(folder: Path, codec: tuple[str, ...],
     in_swarm(folder, play, config_of(codec, f"swarm.target_replicas={replicas}"))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("codec", [CODECS[0], CODECS[1], CODECS[-1]], ids=" ".join)
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("turns", [1, 3])
-def test_every_round_is_what_the_books_say_where_reducers_are_audited(
-    folder: Path, codec: tuple[str, ...], replicas: int, turns: int
-) -> None:
-    """Of two, the mean is the weighted one."""
-
-    async def play(swarm: MemorySwarm) -> None:
-        books = Books(swarm)
-        await swarm.start(["a", "b"])
-        await swarm.until_round(8)
-        check_agreement(swarm)
-        assert books.check() > 0
-        assert all(life.driver.core.fired["audit"] for life in swarm.up)
-        assert not any("is not the mean" in notice.text for life in swarm.up for notice in life.notices)
-
-    audited = ("sync.aggregate=clip", "sync.audited_share=1", f"sync.expert_rounds={turns}")
-    in_swarm(folder, play, config_of(codec, *audited, f"swarm.target_replicas={replicas}", peers=2))
-
-
 def test_the_books_are_right_while_uplinks_and_so_reducers_change(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

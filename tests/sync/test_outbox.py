@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.content import Envelope, Equivocation
+from spes_p2p.consensus.content import Envelope
 from spes_p2p.consensus.manifest import Slice
 from spes_p2p.consensus.messages import (
-    Accusation,
     Ballots,
     Intent,
     Prevote,
     Report,
     Status,
-    Verdict,
     Votes,
     Work,
 )
@@ -45,11 +43,8 @@ def envelope(sealer: KeySealer, sequence: int, reports: int = 0) -> Envelope:
         A,
         (sealer.seal(status),),
         reports=said,
-        accusations=tuple(sealer.seal(Accusation(NO_HASH, report)) for report in said[:2]),
-        verdicts=(sealer.seal(Verdict(NO_HASH, NO_HASH, B, "passed")),),
         votes=(Votes(prevote),),
         answers=7,
-        equivocations=(Equivocation((prevote, prevote)),),
     )
 
 

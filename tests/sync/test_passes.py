@@ -19,7 +19,7 @@ from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 from tests.sync.swarm_cases import small_config
 
-RUN = MadeRun(small_config("swarm.electors=vouched", peers=1))
+RUN = MadeRun(small_config("swarm.trusted=vouched", peers=1))
 OTHER_RUN = MadeRun(small_config("run.seed=9", peers=1)).info
 KEY, OTHER_KEY = KeySealer(RUN.keys.signer(ORGANISER)), KeySealer(RUN.keys.signer(A))
 PREFIX = RUN.info.fingerprint[:16]
@@ -128,6 +128,6 @@ def test_a_full_roll_takes_nobody_and_uses_no_pass(tmp_path: Path) -> None:
 
 def test_the_organiser_reads_who_waits_and_what_helps() -> None:
     line = full_roll_line(A, Path("my node"), [PeerId(name) for name in "pqrs"])
-    assert line.startswith(f"64 peers are vouched for, the most there can be, so {A} waits for its vote: ")
+    assert line.startswith(f"64 peers are vouched for, the most there can be, so {A} stays a stranger: ")
     assert line.endswith("with spes-p2p run vouch PEER --undo --folder 'my node' (not here now: p, q, r, ...)")
     assert full_roll_line(A, Path("bootstrap-node")).endswith("with spes-p2p run vouch PEER --undo")

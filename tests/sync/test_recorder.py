@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from spes_p2p.consensus import vote_events
-from spes_p2p.consensus.content import Content, Equivocation, Statements
+from spes_p2p.consensus.content import Content, Statements
 from spes_p2p.consensus.events import Event
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import leader_order
@@ -22,8 +22,6 @@ from spes_p2p.consensus.messages import Signed
 from spes_p2p.consensus.state import Others, RoundState, State
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
-from spes_p2p.interop.hf import state_layout
-from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import (
     _BEGIN,
     _CLASSES,
@@ -39,8 +37,7 @@ from spes_p2p.sync.recorder import (
 from tests.consensus import planted
 from tests.simulation.attackers.leaders import machine_with
 from tests.simulation.memory_swarm import MemorySwarm, PretendPeer
-from tests.sync.swarm_cases import in_swarm, small_config
-from tests.sync.test_trials import Judge
+from tests.sync.swarm_cases import in_swarm
 
 
 def record(folder: Path, target: Path, max_event_bytes: int = 2**22) -> MemorySwarm:
@@ -79,30 +76,6 @@ def test_what_was_recorded_is_decided_again(folder: Path, tmp_path: Path) -> Non
     assert {"certify", "adopt", "vote", "verify"} <= {rule for step in played for rule in step.rules}
 
 
-def test_what_is_looked_at_before_a_vote_is_recorded_too(folder: Path, tmp_path: Path) -> None:
-    """Reductions that are made again, and columns that are tried."""
-
-    async def play(swarm: MemorySwarm) -> None:
-        await swarm.start(["a", "b", "c", "d"])
-        recorders = []
-        for name, life in swarm.peers.items():
-            life.disk.judge = Judge(accuses_all=name == "d")
-            recorders.append(FlightRecorder(tmp_path / name, swarm.info))
-            recorders[-1].attach(life.driver.core)
-        await swarm.until_round(swarm.up[0].round + 4)
-        assert [recorder.failed for recorder in recorders] == [None] * 4
-
-    clip = ("sync.aggregate=clip", "sync.audited_share=1", "sync.merge_alpha=0", "swarm.target_replicas=2")
-    config = small_config(*clip, peers=4)
-    in_swarm(folder, play, config)
-    seen = set[str]()
-    for name in "abcd":
-        recording = load_recording(tmp_path / name / NEWEST)
-        assert all(step.same for step in replay(recording, rules_of(config, recording.info, state_layout(config))))
-        seen |= {type(frame.event).__name__ for frame in recording.frames}
-    assert {"SliceAudited", "ColumnsTried"} <= seen
-
-
 def test_all_that_a_state_machine_may_hold_can_be_recorded() -> None:
     """By the annotations of its state and of its events."""
     seen: set[Any] = set()
@@ -121,7 +94,7 @@ def test_all_that_a_state_machine_may_hold_can_be_recorded() -> None:
     for kind in (State, *get_args(Event)):
         walk(kind)
     found = {kind for kind in seen if isinstance(kind, type) and is_dataclass(kind)}
-    assert {Content, Statements, Equivocation, Signed} <= found
+    assert {Content, Statements, Signed} <= found
     assert found - set(_CLASSES.values()) <= {
         *get_args(Event),
         vote_events.Persist,

@@ -13,7 +13,16 @@ from spes_p2p.consensus.manifest import Contribution, Slice
 from spes_p2p.consensus.turns import Vocabulary
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout, StateTensor, Values
-from spes_p2p.sync.reduce import _AT_ONCE, LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
+from spes_p2p.sync.reduce import (
+    _AT_ONCE,
+    LARGEST_ENCODED,
+    NON_FINITE,
+    NORM_LIMIT,
+    TOO_LARGE,
+    far_off,
+    useless,
+    weighted_mean,
+)
 from spes_p2p.sync.slice_mean import unfit
 from tests.simulation.sim_state import run_rules
 
@@ -25,7 +34,9 @@ def changes(*sizes: float) -> dict[PeerId, Values]:
 
 
 def refused(values: dict[PeerId, Values], steps: dict[str, int] | None = None) -> dict[PeerId, str]:
-    return screen(values, BASE, {peer: (steps or {}).get(peer, 10) for peer in values})
+    useless_ones = useless(values)
+    left = {peer: array for peer, array in values.items() if peer not in useless_ones}
+    return useless_ones | far_off(left, BASE, {peer: (steps or {}).get(peer, 10) for peer in left})
 
 
 def test_one_contributor_gives_exactly_its_values() -> None:
@@ -81,8 +92,9 @@ def test_what_is_wrong_anywhere_in_a_long_slice_is_found(place: int) -> None:
     values[PeerId("p1")][place] = np.nan
     values[PeerId("p2")][place] = 1e35
     values[PeerId("p3")][place] = 1e25
-    expected = {PeerId("p1"): NON_FINITE, PeerId("p2"): TOO_LARGE, PeerId("p3"): TOO_LARGE}
-    assert screen(values, base, dict.fromkeys(values, 10), LARGEST_ENCODED) == expected
+    assert useless(values, LARGEST_ENCODED) == {"p1": NON_FINITE, "p2": TOO_LARGE}
+    left = {peer: array for peer, array in values.items() if peer not in ("p1", "p2")}
+    assert far_off(left, base, dict.fromkeys(left, 10)) == {"p3": TOO_LARGE}
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
@@ -125,8 +137,8 @@ def test_where_changes_grow_for_several_rounds_who_has_just_begun_does_not_shut_
     """In vocabulary or columns that take turns, steps of one round say nothing of those behind a change."""
     values = changes(1.0, 1.0, 1.0, 1.2 * NORM_LIMIT, 6 * NORM_LIMIT)
     steps = dict.fromkeys(values, 1)
-    assert set(screen(values, BASE, steps)) == {"p3", "p4"}
-    assert set(screen(values, BASE, steps, rounds=5)) == {"p4"}
+    assert set(far_off(values, BASE, steps)) == {"p3", "p4"}
+    assert set(far_off(values, BASE, steps, rounds=5)) == {"p4"}
 
 
 def test_who_is_a_hundred_times_as_fast_is_fit_where_parts_take_turns_too() -> None:
@@ -152,6 +164,5 @@ def test_one_that_went_astray_does_not_spoil_embedding_and_head(turns: int) -> N
 
 def test_what_a_lossy_codec_could_not_carry_is_its_senders_fault_alone() -> None:
     values = changes(1.0, 3e38)
-    steps = dict.fromkeys(values, 1)
-    assert screen(values, BASE, steps, LARGEST_ENCODED) == {"p1": TOO_LARGE}
-    assert screen(values, BASE, steps) == {}
+    assert useless(values, LARGEST_ENCODED) == {"p1": TOO_LARGE}
+    assert useless(values) == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from tests.simulation.pretend_peer import PretendWork
 from tests.sync.around import Surroundings
 from tests.sync.swarm_cases import in_swarm, small_config
 
-VOUCHED = small_config("swarm.electors=vouched", "swarm.min_peers=3")
+VOUCHED = small_config("swarm.trusted=vouched", "swarm.min_peers=3")
 FAST = PretendWork(step_seconds=0.1)
 
 
@@ -143,34 +142,6 @@ def test_when_all_who_vote_are_gone_the_organiser_waits_for_one_that_it_vouches_
         await until(lambda: newest(swarm, "b").round > stood + 3)
         assert voters(newest(swarm, "b")) == "b"
         assert "c" in names_of(newest(swarm, "b"))
-        await around.stop()
-
-    in_swarm(tmp_path, main, VOUCHED)
-
-
-def test_two_thirds_of_those_who_vote_bring_in_whom_they_know_and_strangers_nobody(tmp_path: Path) -> None:
-    async def main(swarm: MemorySwarm) -> None:
-        around, desk = Surroundings(swarm), Organising(swarm)
-        await begun(swarm, around, desk, "ab")
-        for name in "de":
-            await swarm.add(name, FAST)
-        await until(lambda: names_of(newest(swarm, "a")) == "abcde")
-
-        def vouch(name: str, *others: str) -> None:
-            driver = swarm.peers[PeerId(name)].driver
-            driver.wish(replace(driver.core.state.own.intent, vouches=tuple(map(PeerId, others))))
-
-        for stranger in "cde":
-            vouch(stranger, "c", "d", "e")
-        vouch("a", "c", "d")
-        await swarm.until_round(newest(swarm, "a").round + 3)
-        assert voters(newest(swarm, "a")) == "ab", "one of two, and any number of strangers"
-        vouch("b", "c")
-        await until(lambda: voters(newest(swarm, "a")) == "abc")
-        await swarm.until_round(newest(swarm, "a").round + 2)
-        assert newest(swarm, "a").vouched == ("c",)
-        await desk.says(banned="c")
-        await until(lambda: "c" not in names_of(newest(swarm, "a")))
         await around.stop()
 
     in_swarm(tmp_path, main, VOUCHED)

@@ -134,7 +134,7 @@ function showExperts(state) {
 
 const COLUMNS = [
   ["peer", "peer", "text"], ["state", "state", "text"], ["doing", "phase", "text"], ["reach", "reach", "text"], ["version", "version", "text"],
-  ["device", "device", "text"], ["round", "round"], ["tokens", "tokens"], ["tokens/s", "tokens_per_second"], ["loss", "loss"], ["experts", "owned"],
+  ["device", "device", "text"], ["round", "round"], ["tokens", "tokens"], ["tokens/s", "tokens_per_second"], ["loss", "loss"], ["experts", "owned"], ["counted", "share"],
   ["sent", "sent"], ["received", "received"], ["seen", "seen_at"],
 ];
 
@@ -143,8 +143,10 @@ function cell(peer, name, state) {
   if (name === "peer") { const td = make("td", null, "text"), dot = make("i", null, "dot"); dot.style.background = colourOf(peer, state); td.append(dot, short(peer)); td.title = peer; return td; }
   const text = { state: () => value, phase: () => value || "–", reach: () => value || "–", version: () => value || "–", device: () => value || "–",
     tokens: () => count(value), tokens_per_second: () => count(value), loss: () => value == null ? "–" : value.toFixed(3), owned: () => spans(value) || "–",
+    share: () => value == null ? "–" : `${Math.round(100 * value)}%`,
     sent: () => count(value, "B"), received: () => count(value, "B"), seen_at: () => value ? `${span(Math.max(0, state.now - value))} ago` : "never" }[name];
   const td = make("td", text ? text() : value);
+  if (name === "share" && value != null) td.title = `of what this stranger gave; ${Math.round(100 * one.average_share)}% on average${value ? "" : ": it points another way than the trusted peers' mean"}`;
   if (name === "state") td.classList.add(`state-${value}`);
   return td;
 }

@@ -143,7 +143,7 @@ class Organiser:
 
     def _has_voter(self) -> bool:
         served = [self._node.me] if self.seat.duty is Duty.SERVER else []
-        return any(map(self.seat.admission().may_vote, [*self._waiting, *served]))
+        return any(map(self.seat.admission().is_trusted, [*self._waiting, *served]))
 
     def _gone(self, peer: PeerId) -> None:
         if self._waiting.pop(peer, None) is not None:
@@ -153,8 +153,10 @@ class Organiser:
         """Genesis is on disk before anybody sees it, so that there is never a second one.
 
         Where too many wait, those who may vote come first; one place is the organiser's."""
-        may_vote = self.seat.admission().may_vote
-        order = sorted(self._waiting, key=lambda peer: (not may_vote(peer), peer))[: most_members(self._run.rules) - 1]
+        is_trusted = self.seat.admission().is_trusted
+        order = sorted(self._waiting, key=lambda peer: (not is_trusted(peer), peer))[
+            : most_members(self._run.rules) - 1
+        ]
         statuses = [self._waiting[peer].status for peer in sorted(order)]
         root = self._files.store.version(0).root
         members = [Member(s.peer, s.incarnation, True, known_link_class(s), not s.intent.serving) for s in statuses]

@@ -171,9 +171,7 @@ class TwoFaces(Gossip):
         said, made = content.statements, content.manifest
         words = said.declarations[:-1] if said.declarations[-1].author != self._me else said.declarations[1:]
         tip, rules = self._state.tip, self._state.rules
-        return content_of(
-            rules, tip, self._state.ledger, replace(said, declarations=words), made.state_root, made.merge
-        )
+        return content_of(rules, tip, replace(said, declarations=words), made.state_root, made.merge)
 
 
 def _turned(votes: Votes, proposal: Signed[Proposal]) -> Votes:

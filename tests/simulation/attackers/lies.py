@@ -74,7 +74,7 @@ class Lies:
         for left_out in (self._liar, others[0]):
             words = tuple(word for word in said.declarations if word.author != left_out)
             statements = replace(said, declarations=words)
-            yield content_of(self._rules, core.tip, core.state.ledger, statements, manifest.state_root, manifest.merge)
+            yield content_of(self._rules, core.tip, statements, manifest.state_root, manifest.merge)
         for wrong in (
             replace(manifest, tokens=manifest.tokens + 1),
             replace(manifest, state_root=UNKNOWN),
@@ -144,7 +144,7 @@ class Lies:
             return
         plan = core.state.round.plan.value
         for index, piece in enumerate(plan.slices):
-            if self._liar not in reducer_order(piece):
+            if self._liar not in reducer_order(piece, core.state.electors):
                 continue
             for used in (piece.contributors, (self._liar,), ()):
                 mine = replace(piece, reducer=self._liar, contributors=used)

@@ -129,7 +129,7 @@ def _chain(liar: Liar, parent: Manifest) -> Iterator[Commit]:
 
 def _own_commit(liar: Liar, parent: Manifest) -> Commit:
     """An empty child with a renewal's certificate that the liar alone has signed."""
-    outcome = Outcome((), (), sha256(), parent.state_root, None, roll=parent.roll, ledger=parent.ledger)
+    outcome = Outcome((), (), sha256(), parent.state_root, None, roll=parent.roll)
     child = child_manifest(liar.driver.core.state.rules, parent, outcome, parent.members, {})
     head, name = manifest_hash(parent), manifest_hash(child)
     sealer = KeySealer(liar.network.keys.signer(liar.name))
