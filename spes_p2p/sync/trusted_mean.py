@@ -28,7 +28,7 @@ LARGEST_PULL = 0.25
 ALONE_COSINE = 0.5
 """What a lone trusted peer's cosine with others like it is taken to be."""
 ALONE_SPREAD = 0.5
-"""A lone trusted peer's own deviation, as a share of its change."""
+"""A lone trusted peer's own deviation, as a share of its change: a guess, since nobody can measure it."""
 LEAST_COSINE = 0.001
 """Of trusted changes, to compare with."""
 _TINY = float(np.finfo(np.float32).tiny)

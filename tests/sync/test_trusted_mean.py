@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.reduce import _AT_ONCE, weighted_mean
-from spes_p2p.sync.trusted_mean import CHUNK, LARGEST_PULL, trusted_mean
+from spes_p2p.sync.trusted_mean import ALONE_SPREAD, CHUNK, LARGEST_PULL, trusted_mean
 
 SIZE = 100 * CHUNK + 17
 BEFORE = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
@@ -157,7 +157,7 @@ def test_beside_one_trusted_contributor_a_stranger_pulls_by_a_share_of_its_chang
     owner = changes(1)
     mean, counted = mean_change(owner, [push(owner, NOISE), *changes(1, seed=9)])
     assert min(counted) > 0.9
-    assert (chunk_lengths(mean - owner[0]) <= 0.5 * LARGEST_PULL * chunk_lengths(owner[0]) * (1 + 1e-5)).all()
+    assert (chunk_lengths(mean - owner[0]) <= ALONE_SPREAD * LARGEST_PULL * chunk_lengths(owner[0]) * (1 + 1e-5)).all()
 
 
 def test_where_the_trusted_do_not_differ_strangers_change_nothing() -> None:
