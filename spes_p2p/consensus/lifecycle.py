@@ -9,7 +9,7 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Roll, electors, leader_order
-from spes_p2p.consensus.messages import DecayOrder, Intent, Signed, Work, declared
+from spes_p2p.consensus.messages import LOST, DecayOrder, Intent, Signed, Work, declared
 from spes_p2p.consensus.part import Part
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
@@ -21,6 +21,9 @@ from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import PeerId
+
+MOST_DOUBLINGS = 10
+"""A stranger that is silent again and again is left out for a thousand rounds at most."""
 
 
 @dataclass(eq=False)
@@ -36,6 +39,7 @@ class Lifecycle(Part):
         before = self._state.round.vote.heard
         is_compared = self._rules.faults is Faults.BYZANTINE and tip.parent == before.parent
         self._others.votes_before = before if is_compared else None
+        self._note_silences(tip)
         self._state.round = RoundState(tip, manifest_hash(tip), new_vote(self._state.identity, tip), now, now)
         self._state.round.work = Work(ready=self._own.intent.serving)
         self._state.electors = {member.peer: member.incarnation for member in electors(tip.members)}
@@ -53,6 +57,23 @@ class Lifecycle(Part):
             self._contacts.forget(peer)
         for contact in self._others.contacts.values():
             self._round_plan.hear_ready(declared(contact.signed))
+
+    def _note_silences(self, child: Manifest) -> None:
+        """A stranger whose values did not come costs no round in a row: each time it is left out for twice as long.
+
+        What it trained meanwhile waits with it, and is counted then.
+        """
+        before, silences = self._state.round, self._others.silences
+        if self._rules.has_strangers and child.parent == before.tip_hash:
+            left_out = (entry for _, signed in before.all_reports() for entry in signed.value.left_out)
+            lost = self._rules.admission_of(before.tip).strangers_of(peer for peer, why in left_out if why == LOST)
+            for peer in {entry.peer for entry in child.roster} - lost:
+                silences.pop(peer, None)
+            for peer in lost:
+                times = silences.get(peer, (0, 0))[0] + 1
+                silences[peer] = times, child.round + 1 + 2 ** min(times, MOST_DOUBLINGS)
+        for peer in silences.keys() - {member.peer for member in child.members}:
+            del silences[peer]
 
     def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""

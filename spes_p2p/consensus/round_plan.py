@@ -192,7 +192,9 @@ class RoundPlan(Part):
         works = ((status.peer, status.work) for status in self._members.trainers_here(now) if status.work.ready)
         said = (Contribution(peer, work.tokens, work.steps, work.sequences) for peer, work in works)
         entries = (capped_tokens(self._rules, self._state.tip, entry) for entry in said)
-        return tuple(sorted(entry for entry in entries if entry in self._state.round.ready))
+        round, silences = self._state.tip.round + 1, self._others.silences  # see `Lifecycle`
+        here = (entry for entry in entries if silences.get(entry.peer, (0, 0))[1] <= round)
+        return tuple(sorted(entry for entry in here if entry in self._state.round.ready))
 
     def _plan_that_fits(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         """Counts fewer where nobody could be told of all: electors stay, then those that the last round counted."""

@@ -130,6 +130,8 @@ class Others:
     `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
     was first seen on a higher manifest. `lighter`: tips of others that do not go before ours, though they say so.
     `short_since`, `counted_since`, `lacking`: see `Renewing`. `voted_twice`: electors of whom people were told so.
+    `silences`: of strangers whose values a reducer waited for in vain, how often in a row, and the round from which on
+    plans count them again.
     `votes_before`: what was heard of the vote on our tip, in runs whose electors may lie. `named`: for how many rounds
     each was a member, of those who are and who were lately.
     """
@@ -153,6 +155,7 @@ class Others:
     counted_since: Moment | None = None
     lacking: str = ""
     voted_twice: set[PeerId] = field(default_factory=set)
+    silences: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
     votes_before: HeardVotes | None = None
     named: dict[PeerId, int] = field(default_factory=dict)
 

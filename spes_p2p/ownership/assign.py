@@ -66,7 +66,7 @@ def assign(
     """Ownership of the next round. `wishes` has one entry for each next member, and nobody else.
 
     No owner that stays loses one of the columns `kept`, whatever is wished or fits. `strangers` own nothing but beside
-    others: of each column as many of them as of these, since more would not count (see `sync.trusted_mean`).
+    others, as many of a column as it should have owners: more would bring little (see `sync.trusted_mean`).
     """
     trusted = _assigned(ownership, {p: wish for p, wish in wishes.items() if p not in strangers}, target_replicas, kept)
     if not strangers:

@@ -27,6 +27,7 @@ from spes_p2p.consensus.manifest import (
 )
 from spes_p2p.consensus.membership import LEAST_NEW, MAX_ELECTORS, Member, Roll, leader_order, rank
 from spes_p2p.consensus.messages import (
+    LOST,
     Ballots,
     Commit,
     Intent,
@@ -500,6 +501,38 @@ def test_a_stranger_costs_a_round_a_fifth_of_its_time_at_most_whatever_it_says()
             core.handle(on.ClockTicked(), now)
         assert now - closed_at <= longest + 1.0
         assert {entry.peer for entry in core.state.round.plan.value.roster} == {*trusted}
+
+
+def test_a_stranger_whose_values_do_not_come_is_planned_without_for_longer_each_time() -> None:
+    """Else each key would cost each round the wait for it."""
+    story = Beginning()
+    core, state = story.core, story.core.state
+    state.identity = replace(state.identity, rules=replace(state.rules, has_strangers=True))
+    trusted = tuple(sorted((core.me, story.honest)))
+    lifecycle, tip = parts_of(core).lifecycle, replace(core.tip, roll=Roll(state.rules.fingerprint, 1, trusted))
+
+    def commits(*lost: PeerId, counts: tuple[PeerId, ...] = trusted) -> int:
+        """A round whose reducer does without some; the round from which on plans count the stranger again."""
+        nonlocal tip
+        piece = Slice(0, 0, 1, core.me, trusted)
+        reasons = tuple((peer, LOST) for peer in lost)
+        state.round.reports[0] = FakeSealer(core.me).seal(Report(core.tip_hash, NO_HASH, 0, piece, (), reasons))
+        roster = tuple(Contribution(peer, 1, 1, 1) for peer in counts)
+        tip = replace(tip, round=core.tip.round + 1, parent=core.tip_hash, roster=roster)
+        lifecycle.enter(tip, 1.0)
+        return state.others.silences.get(story.liar, (0, 0))[1] - tip.round
+
+    state.round.tip, state.round.tip_hash = tip, manifest_hash(tip)
+    assert commits(story.honest) == -1, "who is trusted is waited for"
+    assert commits(story.liar) == 3
+    status = story.says(story.liar, 2.0, round=tip.round, head=core.tip_hash, work=READY)
+    assert status is not None
+    plan = parts_of(core).round_plan
+    core.handle(on.TrainingProgressed(READY), 2.0)
+    assert {entry.peer for entry in plan._roster(2.0)} == {core.me}
+    assert [commits(story.liar) for _ in range(3)] == [5, 9, 17]
+    assert commits(counts=(*trusted, story.liar)) == -tip.round
+    assert commits(story.liar) == 3, "as if it had never been silent"
 
 
 def test_a_leader_that_slept_after_it_closed_a_round_waits_for_running_steps_as_if_it_had_not() -> None:
